@@ -1,0 +1,25 @@
+"""Freewheel: a small, exact and fast serving engine for language models.
+
+The names below are imported on first use, so that ``import freewheel`` costs nothing.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from freewheel.llm import LLM
+    from freewheel.sampling import SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from freewheel.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from freewheel.sampling import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'freewheel' has no attribute {name!r}")
