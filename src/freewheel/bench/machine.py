@@ -1,0 +1,42 @@
+"""What the machine can do, measured on the spot: the floor that results are printed beside."""
+
+import platform
+import statistics
+import time
+from pathlib import Path
+
+
+def read_bandwidth(megabytes: int = 512, repeats: int = 7) -> float:
+    """Bytes per second at which all torch threads together read memory (median of ``repeats`` sums over a buffer)."""
+    import torch
+
+    buffer = torch.ones(megabytes << 18, dtype=torch.float32)
+    buffer.sum()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        buffer.sum()
+        seconds.append(time.perf_counter() - start)
+    return buffer.nbytes / statistics.median(seconds)
+
+
+def describe() -> str:
+    """Processor, cores in use and software versions, in one line."""
+    import torch
+
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0] if names else cpu
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{cpu}, {torch.get_num_threads()} threads, {capability}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Resident bytes of this process (now, peak); zeros where /proc is missing."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0, 0
+    fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+    return tuple(int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))  # type: ignore[return-value]

@@ -1,0 +1,89 @@
+"""The layers import one way, and nothing slow is imported before it is needed."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "freewheel"
+
+# Each part may import the parts listed for it (and itself).
+BASE = {"config", "request"}
+PARTS = {"sampling", "cache", "models"}
+ALLOWED: dict[str, set[str]] = {
+    "config": set(),
+    "request": set(),
+    "ops": BASE,
+    "sampling": {"ops"},
+    "cache": BASE | {"ops"},
+    "models": BASE | {"ops"},
+    "engine": BASE | {"ops"} | PARTS,
+    "llm": BASE | {"ops", "engine"} | PARTS,
+    "bench": BASE | {"ops", "engine", "llm"} | PARTS,
+    "cli": BASE | {"ops", "engine", "llm", "bench"} | PARTS,
+}
+STANDALONE = {"sampling": {"torch", "numpy", "triton"}}
+
+
+def runtime_imports(path: Path) -> set[str]:
+    """Modules that ``path`` imports when it runs: everything outside ``if TYPE_CHECKING`` blocks."""
+    modules: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module
+            modules.update({node.module} | {f"{node.module}.{alias.name}" for alias in node.names})
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return modules
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+FILES = sorted(path for path in SOURCE.rglob("*.py") if part_of(path) != "__init__")
+
+
+def test_every_part_has_its_rule() -> None:
+    assert {part_of(path) for path in FILES} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_run_one_way(path: Path) -> None:
+    part = part_of(path)
+    for module in runtime_imports(path):
+        names = module.split(".")
+        if names[0] == "freewheel" and len(names) > 1:
+            assert names[1] in ALLOWED[part] | {part, "__version__"}, f"{part} must not import {module}"
+        elif part in STANDALONE and names[0] not in sys.stdlib_module_names:
+            assert names[0] in STANDALONE[part] | {"freewheel"}, f"{part} must not import {module}"
+
+
+def imported_by(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import freewheel", {"torch", "numpy"}),
+        ("import freewheel.cli", {"torch", "numpy", "tokenizers", "jinja2", "huggingface_hub"}),
+        ("import freewheel.models.store", {"torch", "numpy", "huggingface_hub"}),
+        ("import freewheel.sampling", {"tokenizers", "transformers", "huggingface_hub", "triton", "freewheel.engine"}),
+        ("import freewheel.llm", {"transformers", "huggingface_hub", "gguf", "scipy"}),
+    ],
+)
+def test_nothing_is_imported_before_it_is_needed(code: str, absent: set[str]) -> None:
+    assert not imported_by(code) & absent
