@@ -1,0 +1,1 @@
+"""Models: the specification, one decoder, and what reads weights, tokenizers and configurations."""
