@@ -1,7 +1,8 @@
 """GGUF files: metadata, mapped tensors, and both in the names that Hugging Face checkpoints use.
 
 The layout follows the specification of the format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): a
-header, typed key-value pairs, tensor descriptions, and the aligned tensor data. Versions 2 and 3, little-endian, one file.
+header, typed key-value pairs, tensor descriptions, and the aligned tensor data. Versions 2 and 3, little-endian, in one
+file.
 
 Nothing in a file is trusted: every count and offset is checked against the file's size before it is used, so that a
 truncated or foreign file is a :class:`ModelError` and never a large allocation.
@@ -10,7 +11,7 @@ truncated or foreign file is a :class:`ModelError` and never a large allocation.
 import math
 import mmap
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -75,8 +76,8 @@ class GGUFFile:
     def tensor(self, name: str) -> Tensor | GroupQuantized:
         """Reads one tensor by its GGUF name.
 
-        Unquantised tensors are views of the mapped file in their own dtype (not to be written to); quantised ones, which must
-        be matrices, are unpacked into new memory.
+        Unquantised tensors are views of the mapped file in their own dtype (not to be written to); quantised ones, which
+        must be matrices, are unpacked into new memory.
         """
         info = self.tensors[name]
         data = self._bytes[info.offset : info.offset + info.nbytes]
@@ -84,7 +85,9 @@ class GGUFFile:
             assert info.type.dtype is not None
             return data.view(info.type.dtype).view(info.shape)
         if len(info.shape) != 2:
-            raise ModelError(f"{self.path}: quantised tensor {name!r} has shape {info.shape}; only matrices are supported")
+            raise ModelError(
+                f"{self.path}: quantised tensor {name!r} has shape {info.shape}; only matrices are supported"
+            )
         values, scale, offset = info.type.unpack(data.view(-1, info.type.nbytes))
         rows = info.shape[0]
         return GroupQuantized(
@@ -193,7 +196,9 @@ class _Reader:
                 position += 8
                 end = position + length
                 if end > size:
-                    self.fail(f"is truncated or damaged: it has no room for a text of {length} bytes at byte {position}")
+                    self.fail(
+                        f"is truncated or damaged: it has no room for a text of {length} bytes at byte {position}"
+                    )
                 strings.append(data[position:end].decode())
                 position = end
         except struct.error:
@@ -322,7 +327,7 @@ _TENSOR_TYPES = {
     14: TensorType("Q6_K", 256, 210, bits=6, unpack=_q6_k),
 }
 _OTHER_TENSOR_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
-    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
     34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
