@@ -1,0 +1,5 @@
+"""``python -m freewheel``."""
+
+from freewheel.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,289 @@
+"""The ``freewheel`` command: generate, chat, models, bench.
+
+Only argparse is imported until a command needs more: ``freewheel --help`` must not wait for torch.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from freewheel import __version__
+
+if TYPE_CHECKING:
+    from freewheel.engine.outputs import RequestOutput
+    from freewheel.llm import LLM
+    from freewheel.sampling import SamplingParams
+
+Type = Callable[[str], Any]
+
+DEFAULT_MODEL = "smollm2"
+DEFAULT_MAX_TOKENS = 512
+
+
+def token_bias(text: str) -> tuple[int, float]:
+    """``ID=BIAS``, as ``--logit-bias`` takes it."""
+    token, _, bias = text.partition("=")
+    return int(token), float(bias)
+
+
+# Field of SamplingParams -> (type, metavar, help). A type of None is a switch; a field in REPEATED may be given again.
+SAMPLING_OPTIONS: dict[str, tuple[Type | None, str, str]] = {
+    "temperature": (float, "T", "0 is greedy; higher is more varied"),
+    "top_k": (int, "K", "draw among the K most likely tokens only; 0 is off"),
+    "top_p": (float, "P", "draw among the most likely tokens that hold a mass of P together"),
+    "min_p": (float, "P", "drop tokens less likely than P times the most likely one"),
+    "repetition_penalty": (float, "X", "above 1 makes tokens of prompt and output less likely"),
+    "frequency_penalty": (float, "X", "subtracted once for each time the output has the token"),
+    "presence_penalty": (float, "X", "subtracted if the output has the token"),
+    "logit_bias": (token_bias, "ID=BIAS", "add BIAS to a token's logit"),
+    "allowed_token_ids": (int, "ID", "nothing but these tokens may be drawn"),
+    "bad_words": (str, "TEXT", "words that must not appear"),
+    "max_tokens": (int, "N", f"stop after N tokens (default: {DEFAULT_MAX_TOKENS}, or what the context leaves)"),
+    "min_tokens": (int, "N", "no end before N tokens"),
+    "stop": (str, "TEXT", "stop before this text"),
+    "stop_token_ids": (int, "ID", "stop at this token"),
+    "include_stop_str_in_output": (None, "", "keep the stop text in the output"),
+    "ignore_eos": (None, "", "go on after an end-of-sequence token"),
+    "skip_special_tokens": (None, "", "leave special tokens out of the text (default: on)"),
+    "seed": (int, "N", "same seed, same tokens"),
+    "n": (int, "N", "number of independent answers"),
+    "logprobs": (int, "N", "log-probabilities of each token and of N alternatives"),
+    "prompt_logprobs": (int, "N", "the same for the prompt's tokens"),
+    "logprobs_mode": (str, "MODE", "raw: the model's own (default); processed: after all parameters"),
+}
+REPEATED = {"logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids"}
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "-m",
+        "--model",
+        default=DEFAULT_MODEL,
+        help="built-in name, folder, .gguf file or Hub id (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16"],
+        help="auto keeps quantised weights small; float32 is the exact mode",
+    )
+    group.add_argument("--device", default="cpu", help="device to run on (default: cpu)")
+    group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and output together, in tokens")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    for field, (kind, metavar, text) in SAMPLING_OPTIONS.items():
+        name = "--" + field.replace("_", "-")
+        if kind is None:
+            group.add_argument(name, action=argparse.BooleanOptionalAction, help=text, default=argparse.SUPPRESS)
+        elif field in REPEATED:
+            text += " (may be given again)"
+            group.add_argument(name, type=kind, metavar=metavar, action="append", help=text, default=argparse.SUPPRESS)
+        else:
+            group.add_argument(name, type=kind, metavar=metavar, help=text, default=argparse.SUPPRESS)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="freewheel", description="Run small and medium language models, fast and exactly."
+    )
+    parser.add_argument("--version", action="version", version=f"freewheel {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    generate = commands.add_parser("generate", help="answer one prompt, streamed as it comes")
+    generate.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
+    generate.add_argument(
+        "--raw", action="store_true", help="complete the text as it stands, without the chat template"
+    )
+    generate.add_argument("--system", metavar="TEXT", help="system message for the chat template")
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
+    generate.set_defaults(run=run_generate)
+
+    chat = commands.add_parser("chat", help="a conversation in the terminal")
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    chat.set_defaults(run=run_chat)
+    for command in (generate, chat):
+        add_model_options(command)
+        add_sampling_options(command)
+
+    models = commands.add_parser("models", help="what is built in and what is cached, where and how large")
+    models.add_argument("--json", action="store_true", help="print a JSON list")
+    models.set_defaults(run=run_models)
+
+    bench = commands.add_parser("bench", help="benchmarks, each beside its floor")
+    kinds = bench.add_subparsers(dest="bench", metavar="KIND", required=True)
+    decode = kinds.add_parser("decode", help="decode tokens/s of this engine and of others")
+    from freewheel.bench import decode as bench_decode
+
+    bench_decode.add_arguments(decode)
+    decode.set_defaults(run=bench_decode.run)
+    return parser
+
+
+def sampling_params(args: argparse.Namespace) -> "SamplingParams":
+    """The parameters that were given on the command line, checked."""
+    from freewheel.sampling import SamplingParams
+
+    given = {field: value for field, value in vars(args).items() if field in SAMPLING_OPTIONS}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+
+
+def load(args: argparse.Namespace) -> "tuple[LLM, float]":
+    """The model that ``args`` names, and the seconds it took from the first import on."""
+    start = time.perf_counter()
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"threads: {args.threads} is not at least 1")
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # before torch starts its pool
+    from freewheel.llm import LLM
+
+    llm = LLM(args.model, dtype=args.dtype, device=args.device, max_model_len=args.max_model_len, max_num_seqs=16)
+    return llm, time.perf_counter() - start
+
+
+def conversation(args: argparse.Namespace) -> list[dict[str, str]]:
+    return [{"role": "system", "content": args.system}] if args.system else []
+
+
+def stream_text(llm: "LLM", prompt: Any, params: "SamplingParams") -> "RequestOutput":
+    """Print one answer while it comes; return the finished output."""
+    for output in llm.stream(prompt, params):
+        sys.stdout.write(output.delta)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return output
+
+
+def timings(output: "RequestOutput", load_s: float) -> dict[str, float]:
+    """Seconds and rates of one finished request."""
+    metrics = output.metrics
+    first, last = metrics.first_token_time - metrics.arrival_time, metrics.finish_time - metrics.first_token_time
+    generated = sum(len(choice.token_ids) for choice in output.outputs)
+    return {
+        "load_s": load_s,
+        "first_token_s": first,
+        "prompt_tokens_per_s": len(output.prompt_token_ids) / first if first > 0 else 0.0,
+        "decode_tokens_per_s": (generated - len(output.outputs)) / last if last > 0 else 0.0,
+    }
+
+
+def print_summary(output: "RequestOutput", load_s: float) -> None:
+    spent = timings(output, load_s)
+    generated = sum(len(choice.token_ids) for choice in output.outputs)
+    print(
+        f"prompt {len(output.prompt_token_ids)} tokens, {spent['prompt_tokens_per_s']:.0f} tok/s | first token "
+        f"{spent['first_token_s'] * 1e3:.0f} ms | output {generated} tokens, {spent['decode_tokens_per_s']:.1f} tok/s | "
+        f"load {load_s:.1f} s | {output.outputs[0].finish_reason}",
+        file=sys.stderr,
+    )
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    """``freewheel generate``."""
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    params = sampling_params(args)
+    llm, load_s = load(args)
+    with llm:
+        templated = llm.tokenizer.chat_template is not None and not args.raw
+        if args.system and not templated:
+            raise ValueError(f"system: {args.model} has no chat template to put a system message into")
+        prompt: Any = text
+        if templated:
+            prompt = llm.render([*conversation(args), {"role": "user", "content": text}])
+        if args.json or params.n > 1:
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+        else:
+            output = stream_text(llm, prompt, params)
+    if args.json:
+        print(json.dumps(output.to_dict() | {"model": args.model, "timings": timings(output, load_s)}))
+        return
+    for choice in output.outputs if params.n > 1 else ():
+        print(f"--- {choice.index}\n{choice.text}")
+    print_summary(output, load_s)
+
+
+def run_chat(args: argparse.Namespace) -> None:
+    """``freewheel chat``: an empty line is ignored, end of input or /quit ends, /new starts over."""
+    params = sampling_params(args)
+    if params.n > 1:
+        raise ValueError("n: a conversation goes on with one answer, so n must be 1")
+    llm, load_s = load(args)
+    with llm:
+        if llm.tokenizer.chat_template is None:
+            raise ValueError(f"model: {args.model} has no chat template; use freewheel generate --raw")
+        print(f"{args.model}, loaded in {load_s:.1f} s. /new starts over, /quit or Ctrl-D ends.", file=sys.stderr)
+        messages = conversation(args)
+        while True:
+            try:
+                text = input("> " if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                return
+            if text == "/quit":
+                return
+            if text == "/new":
+                messages = conversation(args)
+            elif text:
+                messages.append({"role": "user", "content": text})
+                try:
+                    output = stream_text(llm, llm.render(messages), params)
+                except (KeyboardInterrupt, ValueError) as interruption:
+                    messages.pop()  # the question stays unanswered, so it is not part of what was said
+                    print(f"\n[{str(interruption) or 'interrupted'}]", file=sys.stderr)
+                    continue
+                messages.append({"role": "assistant", "content": output.outputs[0].text})
+                print_summary(output, load_s)
+
+
+def run_models(args: argparse.Namespace) -> None:
+    """``freewheel models``."""
+    from freewheel.models.store import BUILTIN, cache_folder, cached_models
+
+    cached = {model.name: model for model in cached_models()}
+    if args.json:
+        print(
+            json.dumps(
+                [{"name": model.name, "path": str(model.path), "bytes": model.bytes} for model in cached.values()]
+            )
+        )
+        return
+    print(f"cache: {cache_folder()}")
+    for name in [*BUILTIN, *(name for name in cached if name not in BUILTIN)]:
+        model = cached.get(name)
+        state = f"{model.bytes / 1e6:8.1f} MB  {model.path}" if model else "       -     fetched on first use"
+        print(f"  {name:14}{state}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status: 0, 2 for an error, 130 after Ctrl-C."""
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left: nothing to say, and nothing more to flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if args.debug:
+            raise
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"freewheel: error: {message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
