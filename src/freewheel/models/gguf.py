@@ -8,10 +8,12 @@ Nothing in a file is trusted: every count and offset is checked against the file
 truncated or foreign file is a :class:`ModelError` and never a large allocation.
 """
 
+import dataclasses
 import math
 import mmap
+import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from freewheel.models.errors import ModelError
+from freewheel.models.gguf_blocks import OTHER_TENSOR_TYPES, TENSOR_TYPES, TensorType
 from freewheel.ops.quantize import GroupQuantized
 
 _STRING, _ARRAY = 8, 9
@@ -30,22 +33,6 @@ _SCALARS = {
 _SMALLEST_PAIR = 8 + 4 + 1  # an empty key, a value type, a one-byte value
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension, a type, an offset
 _MAX_DIMENSIONS = 4
-
-
-@dataclass(frozen=True)
-class TensorType:
-    """How a tensor's elements are stored: ``block`` elements in ``nbytes`` bytes.
-
-    ``unpack`` turns uint8 [blocks, nbytes] into values (uint8 [blocks, block], each below ``2 ** bits``), scales and
-    offsets (float32 [blocks, block / group]). Types that are not quantised have a ``dtype`` instead.
-    """
-
-    name: str
-    block: int
-    nbytes: int
-    dtype: torch.dtype | None = None
-    bits: int = 0
-    unpack: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,8 +63,8 @@ class GGUFFile:
     def tensor(self, name: str) -> Tensor | GroupQuantized:
         """Reads one tensor by its GGUF name.
 
-        Unquantised tensors are views of the mapped file in their own dtype (not to be written to); quantised ones, which
-        must be matrices, are unpacked into new memory.
+        Unquantised tensors are views of the mapped file in their own dtype (not to be written to); quantised ones
+        (matrices only) are unpacked into new memory.
         """
         info = self.tensors[name]
         data = self._bytes[info.offset : info.offset + info.nbytes]
@@ -224,7 +211,7 @@ class _Reader:
             self.fail(f"has an array with elements of type {kind} at byte {self.position}, which is not supported")
         dtype = np.dtype(_SCALARS[kind])
         self.need(count * dtype.itemsize, f"an array of {count} numbers")
-        array = np.frombuffer(self.data, dtype, count, self.position)
+        array = np.frombuffer(self.data, dtype, count, self.position).copy()  # aligned, and free of the mapping
         self.position += array.nbytes
         return array
 
@@ -234,100 +221,245 @@ class _Reader:
             self.fail(f"is damaged: tensor {name!r} has {dimensions} dimensions")
         shape = tuple(self.scalar("<u8") for _ in range(dimensions))[::-1]
         kind, offset = self.scalar("<u4"), self.scalar("<u8")
-        if kind not in _TENSOR_TYPES:
-            supported = ", ".join(tensor_type.name for tensor_type in _TENSOR_TYPES.values())
-            label = _OTHER_TENSOR_TYPES.get(kind, f"number {kind}")
+        if kind not in TENSOR_TYPES:
+            supported = ", ".join(tensor_type.name for tensor_type in TENSOR_TYPES.values())
+            label = OTHER_TENSOR_TYPES.get(kind, f"number {kind}")
             self.fail(f"has tensor {name!r} of type {label}; supported are {supported}")
-        tensor_type = _TENSOR_TYPES[kind]
+        tensor_type = TENSOR_TYPES[kind]
         if 0 in shape or shape[-1] % tensor_type.block:
             self.fail(f"is damaged: tensor {name!r} of type {tensor_type.name} has shape {shape}")
         return TensorInfo(tensor_type, shape, offset, math.prod(shape) // tensor_type.block * tensor_type.nbytes)
 
 
-# The block layouts are those of ggml's ggml-common.h. All multiplications below are exact in float32 (an 11-bit float16
-# scale by a sub-scale of at most 7 bits by a value of at most 8), so the values are those of ggml to the bit.
-
-
-def _float16(blocks: Tensor, start: int) -> Tensor:
-    """float32 [blocks, 1] from the two bytes at ``start``."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).to(torch.float32)
-
-
-def _nibbles(packed: Tensor, run: int) -> Tensor:
-    """[blocks, n] bytes to [blocks, 2n] values: of each ``run`` bytes first all low nibbles, then all high ones."""
-    runs = packed.unflatten(1, (-1, 1, run))
-    return torch.cat([runs & 0xF, runs >> 4], dim=2).flatten(1)
-
-
-def _fifth_bits(packed: Tensor) -> Tensor:
-    """[blocks, 4] bytes to [blocks, 32] values 0 or 16."""
-    bits = torch.arange(8, dtype=torch.uint8)
-    return (((packed[:, :, None] >> bits) & 1) << 4).flatten(1)
-
-
-def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scale = _float16(blocks, 0)
-    return _nibbles(blocks[:, 2:], 16), scale, -8 * scale
-
-
-def _q4_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _nibbles(blocks[:, 4:], 16), _float16(blocks, 0), _float16(blocks, 2)
-
-
-def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scale = _float16(blocks, 0)
-    return _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6]), scale, -16 * scale
-
-
-def _q5_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8]), _float16(blocks, 0), _float16(blocks, 2)
-
-
-def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scale = _float16(blocks, 0)
-    return blocks[:, 2:] ^ 0x80, scale, -128 * scale  # the exclusive or adds 128 to a signed byte
-
-
-def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets of Q4_K and Q5_K: [blocks, 8] each, from eight 6-bit pairs packed in twelve bytes."""
-    first, second, third = blocks[:, 4:16].unflatten(1, (3, 4)).unbind(1)
-    scales = torch.cat([first & 63, (third & 0xF) | (first >> 6 << 4)], dim=1)
-    minima = torch.cat([second & 63, (third >> 4) | (second >> 6 << 4)], dim=1)
-    return _float16(blocks, 0) * scales, -_float16(blocks, 2) * minima
-
-
-def _q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _nibbles(blocks[:, 16:], 32), *_k_scales(blocks)
-
-
-def _q5_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    bits = torch.arange(8, dtype=torch.uint8)[:, None]
-    fifth = (((blocks[:, None, 16:48] >> bits) & 1) << 4).flatten(1)
-    return _nibbles(blocks[:, 48:], 32) | fifth, *_k_scales(blocks)
-
-
-def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    high = (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts) & 3
-    scale = _float16(blocks, 208) * blocks[:, 192:208].view(torch.int8)
-    return _nibbles(blocks[:, :128], 64) | (high << 4).flatten(1), scale, -32 * scale
-
-
-_TENSOR_TYPES = {
-    0: TensorType("F32", 1, 4, dtype=torch.float32),
-    1: TensorType("F16", 1, 2, dtype=torch.float16),
-    30: TensorType("BF16", 1, 2, dtype=torch.bfloat16),
-    2: TensorType("Q4_0", 32, 18, bits=4, unpack=_q4_0),
-    3: TensorType("Q4_1", 32, 20, bits=4, unpack=_q4_1),
-    6: TensorType("Q5_0", 32, 22, bits=5, unpack=_q5_0),
-    7: TensorType("Q5_1", 32, 24, bits=5, unpack=_q5_1),
-    8: TensorType("Q8_0", 32, 34, bits=8, unpack=_q8_0),
-    12: TensorType("Q4_K", 256, 144, bits=4, unpack=_q4_k),
-    13: TensorType("Q5_K", 256, 176, bits=5, unpack=_q5_k),
-    14: TensorType("Q6_K", 256, 210, bits=6, unpack=_q6_k),
+_ARCHITECTURES = {
+    "llama": ("llama", "LlamaForCausalLM"),  # Mistral and SmolLM too: their files say llama
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
-_OTHER_TENSOR_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
-    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
-}  # fmt: skip
+
+
+def gguf_config(file: GGUFFile) -> dict[str, Any]:
+    """The model's configuration in the keys of a Hugging Face ``config.json``.
+
+    What GGUF leaves to its readers is filled in: the vocabulary size, whether embeddings are tied, Llama 3's rope
+    scaling (a file has only its effect, as ``rope_freqs.weight``), and for Gemma 3 the local rope base, the layer
+    pattern and the attention scale (https://arxiv.org/abs/2503.19786).
+
+    Raises:
+        ModelError: the architecture is not supported, or a fact is missing or has the wrong type.
+    """
+    architecture = _architecture(file)
+    model_type, class_name = _ARCHITECTURES[architecture]
+    facts = _Facts(file, architecture)
+    if file.metadata.get(f"{architecture}.expert_count"):
+        raise ModelError(f"{file.path}: mixtures of experts are not supported")
+    hidden_size, heads, layers = (
+        facts.integer(key) for key in ("embedding_length", "attention.head_count", "block_count")
+    )
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or embedding.shape[1:] != (hidden_size,):
+        raise ModelError(f"{file.path}: has no tensor 'token_embd.weight' with rows of {hidden_size}")
+    if f"blk.{layers - 1}.attn_q.weight" not in file.tensors:
+        raise ModelError(f"{file.path}: lacks tensors of some of its {layers} layers")
+    head_dim = facts.integer("attention.key_length", hidden_size // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if facts.integer(key, head_dim) != head_dim:
+            raise ModelError(f"{file.path}: {architecture}.{key} differs from the head size {head_dim}; not supported")
+    rope_theta = facts.number("rope.freq_base", 10_000.0)
+    config = {
+        "architectures": [class_name],
+        "model_type": model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": facts.integer("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": facts.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": facts.integer("context_length"),
+        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": rope_theta,
+        "rope_scaling": _rope_scaling(file, facts, rope_theta, head_dim),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+    if architecture == "gemma3":
+        pattern = facts.integer("attention.sliding_window_pattern", 6)
+        config |= {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": facts.integer("attention.sliding_window"),
+            "layer_types": [
+                "full_attention" if layer % pattern == pattern - 1 else "sliding_attention" for layer in range(layers)
+            ],
+            "rope_local_base_freq": facts.number("rope.freq_base_swa", 10_000.0),
+            # The 27B model, told by its 62 layers, is the one that does not scale by its head size.
+            "query_pre_attn_scalar": hidden_size // heads if layers == 62 else head_dim,
+        }
+    else:
+        config |= {
+            "hidden_act": "silu",
+            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        }
+    return config
+
+
+def _architecture(file: GGUFFile) -> str:
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        supported = ", ".join(_ARCHITECTURES)
+        raise ModelError(f"{file.path}: the architecture {architecture!r} is not supported; supported are {supported}")
+    return architecture
+
+
+class _Facts:
+    """Typed access to the metadata of one architecture, whose numbers are all positive."""
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self.file = file
+        self.architecture = architecture
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(
+                f"{self.file.path}: {self.architecture}.{key} is {value!r}; a positive integer is expected"
+            )
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise ModelError(f"{self.file.path}: {self.architecture}.{key} is {value!r}; a positive number is expected")
+        return float(value)
+
+    def text(self, key: str, default: str) -> str:
+        return str(self._get(key, default))
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.file.metadata.get(f"{self.architecture}.{key}", default)
+        if value is None:
+            raise ModelError(f"{self.file.path}: lacks the metadata {self.architecture}.{key}")
+        return value
+
+
+def _rope_scaling(file: GGUFFile, facts: _Facts, theta: float, head_dim: int) -> dict[str, Any] | None:
+    kind = facts.text("rope.scaling.type", "none")
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3_rope_scaling(file, theta, head_dim)
+    if kind == "none":
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": facts.number("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling |= {
+            "original_max_position_embeddings": facts.integer("rope.scaling.original_context_length"),
+            "beta_fast": facts.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": facts.number("rope.scaling.yarn_beta_slow", 1.0),
+        }
+    return scaling
+
+
+def _llama3_rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
+    """Recovers the parameters whose effect, a divisor for each frequency, the file stores."""
+    divisors = file.tensor("rope_freqs.weight")
+    assert isinstance(divisors, Tensor)
+    factor, low, high, original = round(divisors.max().item(), 3), 1.0, 4.0, 8192
+    turns = original / (2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim))
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    expected = (1 / ((1 - smooth) / factor + smooth)).to(torch.float32)
+    if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-4):
+        raise ModelError(f"{file.path}: rope_freqs.weight holds other frequencies than Llama 3's; not supported")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA_LAYER_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+class GGUFWeights:
+    """A file's tensors under the names of Hugging Face checkpoints, each read when it is asked for.
+
+    Llama's query and key rows, which GGUF keeps in the order of interleaved rotary embedding, come back in the order of
+    the checkpoint. Gemma's norm weights stay as GGUF stores them, with 1 already added.
+
+    Raises:
+        ModelError: the architecture is not supported, or a tensor has no place in it.
+    """
+
+    norm_offset_applied = True
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
+        architecture = _architecture(file)
+        layer_names = _GEMMA_LAYER_NAMES if architecture == "gemma3" else _LAYER_NAMES
+        self._stored_names: dict[str, str] = {}
+        for stored_name in file.tensors:
+            name = _TOP_NAMES.get(stored_name)
+            if match := _LAYER_TENSOR.fullmatch(stored_name):
+                layer, part, kind = match.groups()
+                name = f"model.layers.{layer}.{layer_names[part]}.{kind}" if part in layer_names else None
+            if name is not None:
+                self._stored_names[name] = stored_name
+            elif stored_name != "rope_freqs.weight":  # the configuration has its content
+                raise ModelError(f"{file.path}: the tensor {stored_name!r} has no place in a {architecture} model")
+        self._rotary_heads: dict[str, int] = {}
+        if architecture == "llama":
+            facts = _Facts(file, architecture)
+            heads = facts.integer("attention.head_count")
+            self._rotary_heads = {"q_proj": heads, "k_proj": facts.integer("attention.head_count_kv", heads)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored_names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored_names
+
+    def __getitem__(self, name: str) -> Tensor | GroupQuantized:
+        """The tensor; :class:`ModelError` if the file has none of that name."""
+        if name not in self._stored_names:
+            raise ModelError(f"{self._file.path}: has no tensor for {name!r}")
+        tensor = self._file.tensor(self._stored_names[name])
+        heads = self._rotary_heads.get(name.split(".")[-2])
+        return tensor if heads is None else self._unpermuted(name, tensor, heads)
+
+    def _unpermuted(self, name: str, tensor: Tensor | GroupQuantized, heads: int) -> Tensor | GroupQuantized:
+        """From pairs (0, half), (1, half + 1), ... of a head's rows back to 0, 1, ..., half, half + 1, ..."""
+        rows = tensor.shape[0]
+        if rows % (2 * heads):
+            raise ModelError(f"{self._file.path}: the {rows} rows of {name!r} do not split into {heads} even heads")
+        order = torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+        if isinstance(tensor, Tensor):
+            return tensor[order]
+        return dataclasses.replace(
+            tensor, values=tensor.values[order], scale=tensor.scale[order], offset=tensor.offset[order]
+        )
