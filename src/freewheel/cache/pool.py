@@ -1,0 +1,92 @@
+"""The memory of the key-value cache: its size, its tensors, and the page table of each slot."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from freewheel.config import EngineConfig
+
+_GIB = 1 << 30
+
+
+class PoolSize(NamedTuple):
+    """How many pages there are, and the longest sequence that they allow."""
+
+    num_pages: int
+    max_model_len: int
+
+
+def size_pool(config: EngineConfig, *, context_length: int, bytes_per_token: int, available: int) -> PoolSize:
+    """Choose the number of pages, so that at least one sequence of the greatest length fits.
+
+    Args:
+        config: ``max_model_len``, ``max_num_seqs``, ``page_size`` and ``kv_cache_memory`` decide.
+        context_length: tokens that the model can attend to.
+        bytes_per_token: keys and values of all layers.
+        available: bytes that are free.
+
+    Raises:
+        ValueError: the request cannot be met; the message gives the numbers.
+    """
+    length = context_length if config.max_model_len is None else config.max_model_len
+    if length > context_length:
+        raise ValueError(f"max_model_len is {length}, but the model's context holds {context_length} tokens")
+    page_bytes = config.page_size * bytes_per_token
+    pages_each = -(-length // config.page_size)
+    if config.kv_cache_memory is not None:
+        memory, source = config.kv_cache_memory, "kv_cache_memory"
+        if memory > available:
+            raise ValueError(f"kv_cache_memory asks for {_gib(memory)}, {_gib(available)} are free")
+    else:
+        memory = min(config.max_num_seqs * pages_each * page_bytes, available // 3)
+        source = "a third of the free memory"
+    num_pages = memory // page_bytes
+    if num_pages < pages_each:
+        if config.max_model_len is not None or num_pages == 0:
+            raise ValueError(
+                f"the key-value cache of one sequence of {length} tokens needs {_gib(pages_each * page_bytes)}, "
+                f"{source} is {_gib(memory)}: lower max_model_len or raise kv_cache_memory"
+            )
+        length = num_pages * config.page_size
+    return PoolSize(num_pages, length)
+
+
+def available_memory(device: torch.device) -> int:
+    """Free bytes on a device; for the CPU what the kernel can give without swapping, within the control group."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        return max(0, min(free, limit - int((group / "memory.current").read_text())))
+    except (OSError, ValueError):  # no control group, or one without a limit
+        return free
+
+
+class KVPool:
+    """Keys and values of all layers in pages, and which pages each slot has.
+
+    Attributes:
+        layers: for each layer its key and value tensor, [num_pages, page_size, kv_heads, head_dim].
+        page_table: int64 [slots, max_pages], page numbers in position order; what lies behind a sequence's last page is
+            left over from earlier ones and never read.
+    """
+
+    def __init__(self, layers: list[tuple[Tensor, Tensor]], *, slots: int, max_length: int) -> None:
+        self.layers = layers
+        self.num_pages, self.page_size = layers[0][0].shape[:2]
+        max_pages = -(-max_length // self.page_size)
+        self.page_table = torch.zeros(slots, max_pages, dtype=torch.int64, device=layers[0][0].device)
+
+    def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Write a slot's pages from entry ``first`` on."""
+        self.page_table[slot, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int64)
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB"

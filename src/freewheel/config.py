@@ -1,0 +1,56 @@
+"""What a user may set about an engine."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Draw = Literal["two_level", "gumbel", "multinomial"]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of an engine, checked on construction.
+
+    Attributes:
+        max_model_len: most tokens of a sequence, prompt and output; None: the model's context, or what the cache holds.
+        max_num_seqs: most sequences that run at once (slots).
+        max_num_batched_tokens: most rows of a step; longer prompts are cut into chunks.
+        page_size: tokens in a page of the key-value cache.
+        kv_cache_memory: bytes for the key-value cache; None: what ``max_num_seqs`` full sequences need, but at most a
+            third of the memory that is free.
+        enable_prefix_caching: reuse the keys and values of beginnings that requests share.
+        draw: how tokens are drawn; see :mod:`freewheel.sampling.draw`.
+        seed: makes requests without a seed of their own repeatable, in the order in which they are added.
+
+    Raises:
+        ValueError: naming the field.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    page_size: int = 16
+    kv_cache_memory: int | None = None
+    enable_prefix_caching: bool = True
+    draw: Draw = "two_level"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+            _check_count(name, getattr(self, name))
+        for name in ("max_model_len", "kv_cache_memory"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), so that every running sequence can advance in a step"
+            )
+        if self.draw not in ("two_level", "gumbel", "multinomial"):
+            raise ValueError(f"draw must be 'two_level', 'gumbel' or 'multinomial', not {self.draw!r}")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise ValueError(f"seed must be an integer or None, not {self.seed!r}")
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 48:
+        raise ValueError(f"{name} must be a positive integer, not {value!r}")

@@ -1,0 +1,153 @@
+"""What goes into the engine, what comes out of it, and what it remembers in between.
+
+:class:`Request` and :class:`StepOutput` are plain data: they can cross to another thread or process.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from freewheel.cache.radix import Node
+    from freewheel.sampling import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the end of the context
+    ABORT = "abort"  # asked for by the user
+    ERROR = "error"  # see the message
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt as token ids and how to continue it.
+
+    Attributes:
+        request_id: unique among unfinished requests.
+        prompt_ids: at least one id.
+        params: checked sampling parameters.
+        bad_word_ids: ``params.bad_words`` as token id sequences.
+        priority: smaller is more urgent.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: "SamplingParams"
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities at one position: the token itself first, then the most likely ones, best first.
+
+    The token appears once even when it is among the most likely. Ranks count from 1; minus infinity is possible.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a step brought one sequence.
+
+    Attributes:
+        request_id: whose.
+        index: which of the request's choices.
+        token_ids: new tokens.
+        logprobs: one for each new token, if asked for.
+        prompt_logprobs: one for each prompt token, None for the first; comes once, with choice 0.
+        finish_reason: set on the sequence's last output.
+        stop_reason: the stop token id that ended it; None for an end-of-sequence id.
+        error: what went wrong, with ``FinishReason.ERROR``.
+        cached_tokens: prompt tokens that were not computed for this sequence.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+
+
+class Sequence:
+    """A choice of a request while the engine works on it.
+
+    ``tokens`` is prompt plus output. ``computed`` of them have their keys and values in ``pages``, of which the first
+    ``node.depth`` belong to the prefix tree. ``slot`` is -1 while it waits; then it holds no pages either.
+    """
+
+    __slots__ = (
+        "cached_tokens",
+        "computed",
+        "end_ids",
+        "followers",
+        "index",
+        "key",
+        "leader",
+        "max_length",
+        "node",
+        "pages",
+        "prompt_length",
+        "prompt_logprobs",
+        "rank",
+        "request",
+        "seed",
+        "slot",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        *,
+        key: int,
+        seed: int,
+        end_ids: frozenset[int],
+        max_length: int,
+        node: "Node",
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.key = key
+        self.rank = (request.priority, key, index)
+        self.seed = seed
+        self.end_ids = end_ids
+        self.max_length = max_length
+        self.tokens = list(request.prompt_ids)
+        self.prompt_length = len(self.tokens)
+        self.slot = -1
+        self.pages: list[int] = []
+        self.computed = 0
+        self.node = node
+        self.cached_tokens = 0
+        # Only choice 0 scores the prompt. The first token has no logprob.
+        scores = request.params.prompt_logprobs is not None and index == 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if scores else None
+        self.leader: Sequence | None = None  # the choice whose prompt pages this one shares
+        self.followers: list[Sequence] = []  # choices that wait for this one's prompt
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def scoring(self) -> bool:
+        """Whether prompt logprobs are still to be computed."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length
+
+    @property
+    def reusable(self) -> int:
+        """How many of its first tokens may come from someone else's pages: it needs the logits of all later rows."""
+        if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length:
+            return len(self.prompt_logprobs) - 1
+        return len(self.tokens) - 1

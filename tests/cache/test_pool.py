@@ -1,0 +1,72 @@
+"""How large the key-value cache gets, and what is refused with numbers."""
+
+import pytest
+import torch
+
+from freewheel.cache.pool import KVPool, PoolSize, available_memory, size_pool
+from freewheel.config import EngineConfig
+
+MIB = 1 << 20
+
+
+def size(*, available: int = 1 << 30, context: int = 1024, **options: int) -> PoolSize:
+    config = EngineConfig(**{"max_num_seqs": 4, "page_size": 16, **options})
+    return size_pool(config, context_length=context, bytes_per_token=1024, available=available)
+
+
+def test_every_slot_gets_its_whole_context_when_memory_allows() -> None:
+    assert size() == PoolSize(num_pages=4 * 64, max_model_len=1024)
+    assert size(max_model_len=100) == PoolSize(num_pages=4 * 7, max_model_len=100)
+
+
+def test_a_third_of_the_free_memory_is_the_most_by_default() -> None:
+    assert size(available=6 * MIB) == PoolSize(num_pages=128, max_model_len=1024)
+
+
+def test_an_open_context_shrinks_to_what_the_cache_holds() -> None:
+    assert size(kv_cache_memory=MIB // 2) == PoolSize(num_pages=32, max_model_len=512)
+
+
+def test_a_demanded_context_that_does_not_fit_is_refused_with_numbers() -> None:
+    with pytest.raises(ValueError, match=r"1024 tokens needs 0.00 GiB.*kv_cache_memory"):
+        size(kv_cache_memory=MIB // 2, max_model_len=1024)
+    with pytest.raises(ValueError, match="raise kv_cache_memory"):
+        size(kv_cache_memory=1)
+
+
+def test_impossible_demands_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_model_len is 2048, but the model's context holds 1024"):
+        size(max_model_len=2048)
+    with pytest.raises(ValueError, match=r"kv_cache_memory asks for 2.00 GiB, 1.00 GiB are free"):
+        size(kv_cache_memory=2 << 30)
+
+
+def test_the_free_memory_of_this_machine_is_known() -> None:
+    assert MIB < available_memory(torch.device("cpu")) < 1 << 50
+
+
+def test_page_tables_are_written_from_an_entry_on() -> None:
+    layers = [(torch.zeros(8, 4, 1, 1), torch.zeros(8, 4, 1, 1))]
+    pool = KVPool(layers, slots=2, max_length=10)
+    pool.set_pages(1, 0, [5, 6])
+    pool.set_pages(1, 2, [7])
+    assert pool.page_table.tolist() == [[0, 0, 0], [5, 6, 7]]
+    assert (pool.num_pages, pool.page_size) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_num_seqs", 0),
+        ("max_num_seqs", True),
+        ("page_size", -1),
+        ("max_num_batched_tokens", 8),
+        ("max_model_len", 0),
+        ("kv_cache_memory", 1.5),
+        ("draw", "argmax"),
+        ("seed", "x"),
+    ],
+)
+def test_a_wrong_option_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        EngineConfig(**{field: value})  # type: ignore[arg-type]
