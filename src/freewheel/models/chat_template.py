@@ -1,0 +1,104 @@
+"""Chat templates: Jinja sources that turn a conversation into the text a model was trained on.
+
+Templates are run as the Hugging Face libraries run them (https://huggingface.co/docs/transformers/chat_templating):
+blocks trimmed, loop controls, ``raise_exception``, ``strftime_now``, a plain ``tojson``, and ``{% generation %}``,
+which only marks text. They come with the model's files, hence the sandbox.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jinja2
+
+Message = Mapping[str, Any]
+
+
+def render(source: str, messages: Sequence[Message], **variables: Any) -> str:
+    """Render ``messages``; ``variables`` are what else the template may name (``tools``, ``bos_token``, ...).
+
+    Raises:
+        ValueError: the messages are malformed, the template is not valid Jinja, or it rejects the messages.
+    """
+    checked = [_checked(message, number) for number, message in enumerate(_checked_list(messages))]
+    template = _compiled(source)
+    try:
+        return template.render(messages=checked, **variables)
+    except Exception as error:  # template code can raise anything: a missing field, str + None, its own refusal
+        raise ValueError(f"the chat template cannot render these messages: {error}") from error
+
+
+def _checked_list(messages: Any) -> Sequence[Any]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise ValueError(f"messages must be a list of messages, not {type(messages).__name__}")
+    if not messages:
+        raise ValueError("messages must not be empty")
+    return messages
+
+
+def _checked(message: Any, number: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"messages[{number}] must be a mapping with 'role' and 'content'")
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"messages[{number}].role must be a string")
+    checked = dict(message)
+    content = checked.get("content")
+    if isinstance(content, list | tuple):
+        checked["content"] = "\n".join(_part_text(part, number) for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(f"messages[{number}].content must be a string or a list of text parts")
+    return checked
+
+
+def _part_text(part: Any, number: int) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    raise ValueError(f"messages[{number}].content: only parts {{'type': 'text', 'text': ...}} are supported")
+
+
+@lru_cache(maxsize=32)
+def _compiled(source: str) -> "jinja2.Template":
+    import jinja2
+
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
+
+
+@lru_cache(maxsize=1)
+def _environment() -> "jinja2.Environment":
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(Extension):
+        tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment

@@ -1,0 +1,195 @@
+"""Tokenizers from GGUF metadata.
+
+The reference is the tokenizer the model was trained with, which for the supported kinds is also what llama.cpp does:
+
+- ``gpt2``, byte-level BPE: the pre-tokenizer that ``tokenizer.ggml.pre`` names, with its expressions as the models' own
+  ``tokenizer.json`` has them. SmolLM splits numbers into digits; Qwen2 normalises to NFC, which llama.cpp leaves out.
+- ``llama``, SentencePiece BPE: :class:`~freewheel.models.sentencepiece.SentencePieceBPE`. User-defined tokens (Gemma
+  has some for runs of spaces and of line breaks, and for HTML tags) are found in the raw text first, the longest at
+  each place, and never merge with their neighbours: 40 spaces before a word are the tokens of 31 and of 9 spaces, and
+  the word has none of its own.
+
+transformers rebuilds a tokenizer from the same metadata: it leaves out SmolLM's digits and user-defined tokens'
+precedence, so it differs on numbers and on runs of spaces.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from freewheel.models.errors import ModelError
+from freewheel.models.sentencepiece import SPACE, SentencePieceBPE
+from freewheel.models.tokenizer import Encoder, LibraryEncoder, Tokenizer, byte_level_bytes
+
+if TYPE_CHECKING:
+    from tokenizers import pre_tokenizers
+
+# Values of tokenizer.ggml.token_type.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+
+# Control tokens that end a turn or a text wherever they exist. A GGUF file has room for one end-of-text id, and the
+# others of the model's generation configuration are lost in conversion.
+_END_TEXTS = frozenset(
+    ["<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>", "</s>"]
+)
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Expression of each kind of pre-tokenizer, None for GPT-2's, and the names that files give it.
+_EXPRESSIONS = {"llama3": _LLAMA3, "qwen2": _QWEN2, "tekken": _TEKKEN, "gpt2": None, "digits": None}
+_KINDS = {
+    "llama-bpe": "llama3",
+    "llama3": "llama3",
+    "llama-v3": "llama3",
+    "smaug-bpe": "llama3",
+    "qwen2": "qwen2",
+    "deepseek-r1-qwen": "qwen2",
+    "tekken": "tekken",
+    "gpt-2": "gpt2",
+    "smollm": "digits",
+    "starcoder": "digits",
+}
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """See :meth:`Tokenizer.from_gguf`."""
+    tokens: Sequence[str] = _required(metadata, "tokens")
+    types: Sequence[int] = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise ModelError(f"the GGUF file has {len(tokens)} tokens and {len(types)} token types")
+
+    model = _required(metadata, "model")
+    if model == "gpt2":
+        kind = _pre_tokenizer_kind(metadata)
+        encoder, begins = _byte_level(metadata, tokens, types, kind), kind in ("llama3", "tekken")
+        text_bytes, leading_spaces = byte_level_bytes, 0
+    elif model == "llama":
+        space_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        encoder, begins = _sentencepiece(metadata, tokens, types, space_prefix), True
+        byte_texts = {tokens[id]: bytes([byte]) for byte, id in _byte_ids(tokens, types).items()}
+        leading_spaces = int(space_prefix)
+
+        def text_bytes(text: str) -> bytes:
+            return byte_texts.get(text) or text.replace(SPACE, " ").encode()
+    else:
+        raise ModelError(f"tokenizer.ggml.model {model!r} is not supported (gpt2 and llama are)")
+
+    bos, eos = _token_id(metadata, "bos", tokens), _token_id(metadata, "eos", tokens)
+    ends = {_token_id(metadata, name, tokens) for name in ("eos", "eot", "eom")} - {None}
+    special_ids = [id for id, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)]
+    ends |= {id for id in special_ids if tokens[id] in _END_TEXTS}
+    named = {
+        "bos": bos,
+        "eos": eos,
+        "unk": _token_id(metadata, "unknown", tokens),
+        "pad": _token_id(metadata, "padding", tokens),
+    }
+    add_bos = bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begins)
+    add_eos = eos is not None and metadata.get("tokenizer.ggml.add_eos_token", False)
+    return Tokenizer(
+        encoder,
+        token_text=lambda id: tokens[id],
+        text_bytes=text_bytes,
+        vocab_size=len(tokens),
+        special_ids=special_ids,
+        bos_token_id=bos,
+        eos_token_ids=[id for id in ends if id is not None],
+        prefix_ids=[bos] if add_bos and bos is not None else [],
+        suffix_ids=[eos] if add_eos and eos is not None else [],
+        leading_spaces=leading_spaces,
+        chat_templates={
+            name: metadata[key]
+            for name, key in {
+                "default": "tokenizer.chat_template",
+                "tool_use": "tokenizer.chat_template.tool_use",
+            }.items()
+            if key in metadata
+        },
+        named_tokens={f"{name}_token": tokens[id] for name, id in named.items() if id is not None},
+    )
+
+
+def _required(metadata: Mapping[str, Any], name: str) -> Any:
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    if not value:
+        raise ModelError(f"the GGUF file has no tokenizer.ggml.{name}")
+    return value
+
+
+def _token_id(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> int | None:
+    id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if id is not None and not 0 <= id < len(tokens):
+        raise ModelError(f"tokenizer.ggml.{name}_token_id is {id}, and the GGUF file has {len(tokens)} tokens")
+    return id
+
+
+def _byte_ids(tokens: Sequence[str], types: Sequence[int]) -> dict[int, int]:
+    return {int(tokens[id][3:5], 16): id for id, kind in enumerate(types) if kind == _BYTE}
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], space_prefix: bool
+) -> Encoder:
+    scores: Sequence[float] = _required(metadata, "scores")
+    if len(scores) != len(tokens):
+        raise ModelError(f"the GGUF file has {len(tokens)} tokens and {len(scores)} scores")
+    added = (_CONTROL, _UNKNOWN, _USER_DEFINED)
+    return SentencePieceBPE(
+        tokens,
+        scores,
+        pieces=[id for id, kind in enumerate(types) if kind == _NORMAL],
+        added={tokens[id]: id for id, kind in enumerate(types) if kind in added and tokens[id]},
+        byte_ids=_byte_ids(tokens, types),
+        unknown_id=_token_id(metadata, "unknown", tokens),
+        space_prefix=space_prefix,
+    )
+
+
+def _pre_tokenizer_kind(metadata: Mapping[str, Any]) -> str:
+    name = metadata.get("tokenizer.ggml.pre", "gpt-2")
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise ModelError(f"tokenizer.ggml.pre {name!r} is not supported ({', '.join(sorted(_KINDS))} are)")
+    return kind
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], kind: str) -> Encoder:
+    import tokenizers
+    from tokenizers import AddedToken, models, normalizers
+
+    merges = [tuple(merge.split(" ", 1)) for merge in _required(metadata, "merges")]
+    vocabulary = {text: id for id, text in enumerate(tokens)}
+    try:
+        # Llama 3's and Mistral's keep a word that is a token whole, even where no merges lead to it.
+        model = models.BPE(vocabulary, merges, ignore_merges=kind in ("llama3", "tekken"))  # pyright: ignore[reportArgumentType]
+    except Exception as error:  # the library raises plain Exception, for a merge that names no token
+        raise ModelError(f"the GGUF file's merges do not fit its tokens: {error}") from error
+    backend = tokenizers.Tokenizer(model)
+    if kind == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = _pre_tokenizer(kind)
+    added = (_CONTROL, _UNKNOWN, _USER_DEFINED)
+    backend.add_tokens(
+        [AddedToken(text, normalized=False) for text, type in zip(tokens, types) if type in added and text]
+    )
+    return LibraryEncoder(backend)
+
+
+def _pre_tokenizer(kind: str) -> "pre_tokenizers.PreTokenizer":
+    from tokenizers import Regex, pre_tokenizers
+
+    expression = _EXPRESSIONS[kind]
+    if expression is not None:
+        split = pre_tokenizers.Split(Regex(expression), "isolated")
+        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if kind == "digits":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+    return gpt2

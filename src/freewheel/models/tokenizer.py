@@ -1,0 +1,327 @@
+"""Text to token ids and back.
+
+Encoding follows whoever trained the model: ``tokenizer.json`` through the ``tokenizers`` library for a folder, and for
+a GGUF file, which names its pre-tokenizer and stores vocabulary, merges or scores, what the original tokenizer did (see
+:mod:`freewheel.models.gguf_tokenizer`).
+
+Decoding has one rule for every tokenizer: a token is a fixed run of bytes, the text is the UTF-8 reading of their
+concatenation, and bytes that are not UTF-8 become U+FFFD, one for each maximal broken sequence (Unicode 16, section
+3.9, as Python's ``errors="replace"``). That makes exact streaming possible in constant memory. On well-formed output it
+equals ``tokenizers``' own decoding; they differ when byte-fallback tokens form a broken sequence (that library then
+replaces every byte of the run of byte tokens, sound characters included) and when the first token is a run of spaces
+under its ``Metaspace`` decoder (it drops them all; SentencePiece drops one).
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from freewheel.models.errors import ModelError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from freewheel.models.chat_template import Message
+
+# A noncharacter: put inside a literal special token it keeps that token from being found, and is then left out.
+_GUARD = "\ufdd0"
+
+
+class Encoder(Protocol):
+    def encode(self, text: str, ignored: str = "") -> list[int]:
+        """Ids of ``text``. Characters in ``ignored`` keep added tokens from being found and are then left out."""
+        ...
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template. Built by :meth:`from_folder` or :meth:`from_gguf`; safe to share.
+
+    Special tokens written out in a text given to :meth:`encode` become their ids, so that a raw prompt can spell a chat
+    format (as in vLLM and transformers). In :meth:`encode_chat` only the template's own do: what a message says, it
+    says as ordinary text.
+
+    Attributes:
+        vocab_size: one more than the largest id the tokenizer knows (a model may have more rows, for padding).
+        bos_token_id: beginning of text, None if there is none.
+        eos_token_ids: every id that ends a text: of configuration, generation configuration and tokenizer.
+        special_ids: control tokens, which ``skip_special_tokens`` leaves out.
+        chat_template: the default template's source, None if there is none.
+        leading_spaces: spaces that decoding drops from the beginning of a text (encoding had added them).
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        token_text: Callable[[int], str | None],
+        text_bytes: Callable[[str], bytes],
+        vocab_size: int,
+        special_ids: Iterable[int],
+        bos_token_id: int | None,
+        eos_token_ids: Iterable[int],
+        prefix_ids: Sequence[int] = (),
+        suffix_ids: Sequence[int] = (),
+        leading_spaces: int = 0,
+        chat_templates: Mapping[str, str] | None = None,
+        named_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        """What :meth:`from_folder` and :meth:`from_gguf` find out.
+
+        Args:
+            encoder: text to ids, without the ids that begin and end a text.
+            token_text: a token as the vocabulary spells it, None for an unknown id.
+            text_bytes: the bytes that such a spelling stands for.
+            prefix_ids: what begins every encoded text (a beginning-of-text token); suffix_ids: what ends it.
+            chat_templates: sources by name; "default", and possibly "tool_use".
+            named_tokens: "bos_token" and the like to their texts, for templates.
+        """
+        self._encoder = encoder
+        self._token_text = token_text
+        self._text_bytes = text_bytes
+        self._bytes: dict[int, bytes] = {}
+        self.vocab_size = vocab_size
+        self.special_ids = frozenset(special_ids)
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._prefix_ids = list(prefix_ids)
+        self._suffix_ids = list(suffix_ids)
+        self.leading_spaces = leading_spaces
+        self._chat_templates = dict(chat_templates or {})
+        self._named_tokens = dict(named_tokens or {})
+        self._special_pattern: Any = None
+
+    @staticmethod
+    def from_folder(path: str | Path) -> "Tokenizer":
+        """The tokenizer of a folder in the Hugging Face layout.
+
+        Raises:
+            ModelError: a file is missing, broken, or describes a tokenizer that cannot be streamed.
+        """
+        from freewheel.models.folder_tokenizer import folder_tokenizer
+
+        return folder_tokenizer(Path(path))
+
+    @staticmethod
+    def from_gguf(metadata: Mapping[str, Any]) -> "Tokenizer":
+        """The tokenizer in a GGUF file's metadata (``tokenizer.ggml.*``, ``tokenizer.chat_template``).
+
+        Raises:
+            ModelError: a key is missing or inconsistent, or the tokenizer is of a kind not supported here.
+        """
+        from freewheel.models.gguf_tokenizer import gguf_tokenizer
+
+        return gguf_tokenizer(metadata)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of ``text``; a special token that is written out in it becomes its id.
+
+        ``add_special_tokens`` adds what the model's texts begin with, unless ``text`` already does, and end with.
+
+        Raises:
+            ValueError: ``text`` holds a lone surrogate, which no encoding can carry.
+        """
+        ids = self._encode(text)
+        return self._begin(ids) + self._suffix_ids if add_special_tokens else ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; ids that the tokenizer does not know are empty."""
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        text = b"".join([self.token_bytes(id) for id in ids if id not in skipped]).decode("utf-8", "replace")
+        return strip_spaces(text, self.leading_spaces)
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that token ``id`` adds to a text; empty for an id that the tokenizer does not know."""
+        data = self._bytes.get(id)
+        if data is None:
+            text = self.token_text(id)
+            data = self._bytes[id] = b"" if text is None else self._text_bytes(text)
+        return data
+
+    def token_text(self, id: int) -> str | None:
+        """Token ``id`` as the vocabulary spells it (``Ġthe``, ``▁the``), None for an id that it does not have."""
+        return self._token_text(id) if 0 <= id < self.vocab_size else None
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._chat_templates.get("default")
+
+    def apply_chat_template(
+        self,
+        messages: "Sequence[Message]",
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The conversation as the model's template writes it, for reading; :meth:`encode_chat` gives its ids.
+
+        Args:
+            messages: mappings with ``role`` and ``content`` (text, a list of text parts, or None).
+            tools: JSON schemas of functions, for templates that know them.
+            add_generation_prompt: end with what begins the assistant's turn.
+            variables: further variables of the template (``enable_thinking=False``...).
+
+        Raises:
+            ValueError: there is no template, the messages are malformed, or the template rejects them.
+        """
+        from freewheel.models.chat_template import render
+
+        source = self._chat_templates.get("tool_use") if tools else None
+        source = source or self.chat_template
+        if source is None:
+            raise ValueError("this model has no chat template: give it a prompt to complete")
+        return render(
+            source,
+            messages,
+            tools=list(tools) if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            **(self._named_tokens | variables),
+        )
+
+    def encode_chat(
+        self,
+        messages: "Sequence[Message]",
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """Ids of the conversation, with the model's beginning-of-text token whether or not the template writes it.
+
+        A special token that is written out in ``messages``, ``tools`` or ``variables`` stays ordinary text: nobody can
+        end a turn, or begin another role's, from within a message. Arguments and errors as in
+        :meth:`apply_chat_template`.
+        """
+        text = self.apply_chat_template(
+            self._guard(messages),
+            tools=self._guard(tools),
+            add_generation_prompt=add_generation_prompt,
+            **self._guard(variables),
+        )
+        return self._begin(self._encode(text, _GUARD if _GUARD in text else ""))
+
+    def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Token sequences that spell ``words``: each within a text and after a space, without duplicates.
+
+        Only a word's own tokenisations are found: not one that begins or ends inside another token.
+
+        Raises:
+            ValueError: a word is empty.
+        """
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            if not word.strip():
+                raise ValueError("bad_words must not hold an empty word")
+            for text in (word, f" {word.lstrip()}"):
+                sequences.setdefault(tuple(self._encode_within(text)))
+        return [list(ids) for ids in sequences]
+
+    def _encode(self, text: str, ignored: str = "") -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text holds a lone surrogate at character {error.start}") from error
+        return self._encoder.encode(text, ignored)
+
+    def _begin(self, ids: list[int]) -> list[int]:
+        return ids if ids[: len(self._prefix_ids)] == self._prefix_ids else self._prefix_ids + ids
+
+    def _encode_within(self, text: str) -> list[int]:
+        """Ids of ``text`` where it does not begin a text, so that no space is put before it."""
+        if not self.leading_spaces:
+            return self._encode(text)
+        # A line break goes first: no piece of such vocabularies joins it with what follows.
+        ids, data = self._encode(f"\n{text}"), b""
+        for count, id in enumerate(ids, 1):
+            data += self.token_bytes(id)
+            if data.endswith(b"\n"):
+                return ids[count:]
+        return self._encode(text)
+
+    def _guard(self, value: Any) -> Any:
+        """``value`` with every special token that is written out in one of its strings broken by a noncharacter."""
+        if isinstance(value, str):
+            if self._special_pattern is None:
+                self._special_pattern = self._compile_special_pattern()
+            return self._special_pattern.sub(lambda found: f"{found[0][0]}{_GUARD}{found[0][1:]}", value)
+        if isinstance(value, Mapping):
+            return {self._guard(key): self._guard(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._guard(item) for item in value]
+        return value
+
+    def _compile_special_pattern(self) -> Any:
+        import re
+
+        texts = sorted((self._token_text(id) or "" for id in self.special_ids), key=len, reverse=True)
+        return re.compile("|".join(re.escape(text) for text in texts if text) or r"(?!)")
+
+
+def strip_spaces(text: str, count: int) -> str:
+    """``text`` without its first spaces, at most ``count``."""
+    return text[min(count, len(text) - len(text.lstrip(" "))) :] if count else text
+
+
+def byte_level_bytes(text: str) -> bytes:
+    """Bytes of a token that spells each byte as a character (GPT-2's table, as every byte-level BPE has it)."""
+    try:
+        return bytes([_BYTE_OF[character] for character in text])
+    except KeyError:  # an added token, spelled as it is
+        return text.encode()
+
+
+def _byte_characters() -> dict[str, int]:
+    # Printable Latin-1 stands for itself; the other bytes, in order, for the characters from U+0100 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()
+
+
+class LibraryEncoder:
+    """An encoder of the ``tokenizers`` library."""
+
+    def __init__(self, backend: "tokenizers.Tokenizer") -> None:
+        self._backend = backend
+        self._guarded: tokenizers.Tokenizer | None = None
+
+    def encode(self, text: str, ignored: str = "") -> list[int]:
+        if not ignored:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        if self._guarded is None:
+            self._guarded = self._ignoring(ignored)
+        return self._guarded.encode(text, add_special_tokens=False).ids
+
+    def _ignoring(self, ignored: str) -> "tokenizers.Tokenizer":
+        """A twin with the same model, whose normaliser, which runs once added tokens are found, drops ``ignored``."""
+        from tokenizers import AddedToken, Tokenizer, normalizers
+
+        twin = Tokenizer(self._backend.model)
+        own = self._backend.normalizer
+        dropping: list[normalizers.Normalizer] = [normalizers.Replace(character, "") for character in ignored]
+        twin.normalizer = normalizers.Sequence(dropping if own is None else [*dropping, own])
+        if self._backend.pre_tokenizer is not None:
+            twin.pre_tokenizer = self._backend.pre_tokenizer
+        for _, token in sorted(self._backend.get_added_tokens_decoder().items()):
+            # Found in the raw text, or those spelled out would be found once the noncharacters are gone.
+            raw = AddedToken(
+                token.content, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False
+            )
+            twin.add_tokens([raw])
+        return twin
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty if there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} does not hold a JSON object")
+    return value
