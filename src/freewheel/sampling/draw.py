@@ -1,0 +1,143 @@
+"""Three ways to draw from the same distribution."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from freewheel.sampling.rng import NOISE, philox, uniform
+
+BLOCK = 1024
+
+
+class Draw(Protocol):
+    """Draws one token a row, and does not let one row influence another."""
+
+    def rows(self, logits: Tensor, maxima: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """Draw from whole rows.
+
+        Args:
+            logits: [rows, vocab], any float type; every row has a finite maximum.
+            maxima: float32 [rows, blocks], from ``block_maxima``.
+            temperatures: float64 [rows], above 0.
+            seeds, positions: int64 [rows].
+
+        Returns:
+            token ids, int64 [rows].
+        """
+        ...
+
+    def survivors(self, ids: Tensor, scores: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+        """Draw from what truncation left of one row.
+
+        Args:
+            ids: int64 [n], in the total order.
+            scores: float64 [n], log weights, the largest of them 0.
+            seed, position: int64 [1].
+
+        Returns:
+            the token id, int64 [].
+        """
+        ...
+
+
+class TwoLevel:
+    """Pick a block of the vocabulary with one uniform number, then a token inside it with another.
+
+    Reads the logits once, and one block of them again; no noise per token. Truncated rows take one uniform number
+    through the inverse of their cumulative distribution.
+    """
+
+    def rows(self, logits: Tensor, maxima: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        first, second, _, _ = philox(seeds, positions)
+        peaks = maxima.amax(1, keepdim=True)
+        sums = _block_sums(logits, maxima, temperatures).double()
+        weights = sums * ((maxima - peaks).double() / temperatures[:, None]).exp()
+        blocks = _invert(weights, uniform(first))
+        inside = block_values(logits, blocks).double() - maxima.gather(1, blocks[:, None])
+        return blocks * BLOCK + _invert((inside / temperatures[:, None]).exp(), uniform(second))
+
+    def survivors(self, ids: Tensor, scores: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+        first, _, _, _ = philox(seed, position)
+        return ids[_invert(scores.exp()[None], uniform(first))[0]]
+
+
+class Gumbel:
+    """Exponential race: the smallest Exp(1) variate over weight wins (the Gumbel-max trick).
+
+    The noise is keyed by seed, position and token id, so a token keeps its noise whatever else is in the running.
+    """
+
+    def rows(self, logits: Tensor, maxima: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        scores = (logits.double() - maxima.amax(1, keepdim=True)) / temperatures[:, None]
+        return (scores + self._noise(ids, seeds[:, None], positions[:, None])).argmax(1)
+
+    def survivors(self, ids: Tensor, scores: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+        return ids[(scores + self._noise(ids, seed, position)).argmax()]
+
+    @staticmethod
+    def _noise(ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        words = torch.stack(philox(seeds, positions, ids >> 2, NOISE))
+        return gumbel_noise(words.gather(0, (ids & 3).expand_as(words[0])[None])[0])
+
+
+class Multinomial:
+    """The framework's own draw over probabilities. Slow, and not keyed: it takes torch's global generator."""
+
+    def rows(self, logits: Tensor, maxima: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        scores = (logits.float() - maxima.amax(1, keepdim=True)) / temperatures[:, None].float()
+        return scores.softmax(1).multinomial(1)[:, 0]
+
+    def survivors(self, ids: Tensor, scores: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+        return ids[scores.exp().multinomial(1)[0]]
+
+
+def gumbel_noise(words: Tensor) -> Tensor:
+    """Random words in [0, 2**32) as standard Gumbel variates, float64, finite for each of them."""
+    return -(-torch.log1p(-uniform(words))).log()
+
+
+def block_maxima(logits: Tensor) -> Tensor:
+    """The largest logit of each block, float32 [rows, blocks]; NaN where a block holds one."""
+    return torch.cat([part.amax(2) for part in _blocks(logits)], 1).float()
+
+
+def block_values(logits: Tensor, blocks: Tensor) -> Tensor:
+    """One block of each row, [rows, BLOCK] for blocks int64 [rows]; -inf past the vocabulary's end."""
+    ids = blocks[:, None] * BLOCK + torch.arange(BLOCK, device=logits.device)
+    return logits.gather(1, ids.clamp(max=logits.shape[1] - 1)).where(ids < logits.shape[1], -torch.inf)
+
+
+def greedy(logits: Tensor, maxima: Tensor) -> Tensor:
+    """The first id in the total order of each row, int64 [rows]."""
+    blocks = maxima.argmax(1)
+    return blocks * BLOCK + block_values(logits, blocks).argmax(1)
+
+
+def _block_sums(logits: Tensor, maxima: Tensor, temperatures: Tensor) -> Tensor:
+    """Sum of exponentials relative to each block's own maximum, float32 [rows, blocks]; 0 for a block of -inf."""
+    peaks = maxima.clamp(min=torch.finfo(torch.float32).min)[:, :, None]
+    inverse = temperatures.reciprocal().float()[:, None, None]
+    sums, start = [], 0
+    for part in _blocks(logits):
+        here = peaks[:, start : start + part.shape[1]]
+        sums.append((part - here).mul_(inverse).exp_().sum(2))
+        start += part.shape[1]
+    return torch.cat(sums, 1)
+
+
+def _blocks(logits: Tensor) -> list[Tensor]:
+    """Views [rows, blocks, BLOCK] of the whole blocks and [rows, 1, rest] of the last, shorter one."""
+    whole = logits.shape[1] // BLOCK * BLOCK
+    parts = [logits[:, :whole].unflatten(1, (-1, BLOCK)), logits[:, None, whole:]]
+    return [part for part in parts if part.numel()]
+
+
+def _invert(weights: Tensor, u: Tensor) -> Tensor:
+    """Per row the first index whose cumulative weight exceeds u times the total: never one of weight 0.
+
+    Weights float64 [rows, n], u float64 [rows] below 1; int64 [rows].
+    """
+    cumulative = weights.cumsum(1)
+    return torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)[:, 0]

@@ -1,0 +1,223 @@
+"""What the sampler knows about each running sequence, by slot, in tensors on the device.
+
+A sequence takes a slot when it joins and gives it back when it leaves. Joining writes a few numbers and lists into the
+slot's places; a step only appends tokens. Nothing is rebuilt, and a slot that asked for nothing costs nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from freewheel.sampling.params import SamplingParams
+from freewheel.sampling.pool import ListPool
+
+
+class SamplingState:
+    """Per-slot parameters, token history and counts.
+
+    Attributes:
+        vocab_size: ids that the model knows; prompts may hold any of them.
+        valid_vocab_size: ids that may be drawn, the first of the vocabulary.
+        max_length: longest sequence, prompt and output.
+        history: int64 [slots, max_length], the tokens of each sequence.
+        lengths: int64 [slots], how many of them there are.
+        prompt_lengths: int64 [slots].
+        seeds: int64 [slots].
+        temperatures, top_p, min_p: float64 [slots].
+        top_k: int64 [slots], 1 to ``valid_vocab_size``, which means all.
+        truncated: bool [slots], whether top-k, top-p or min-p limit the draw.
+        repetition, frequency, presence: float32 [slots], the penalties.
+        min_tokens: int64 [slots].
+        logprobs: int64 [slots], how many alternatives to report; -1 for no log probabilities at all.
+        processed_logprobs: bool [slots], whether these are taken after all changes.
+        allowed, held_back, bias_ids: pools of ids; bias_values: pool of float32, parallel to bias_ids.
+        bad_words: pool of words, padded in front with -1 to the slot's longest; bad_word_width: int64 [slots], that
+            length.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        vocab_size: int,
+        max_length: int,
+        *,
+        valid_vocab_size: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Args:
+        slots: sequences that can run at once.
+        vocab_size: width of the model's logits.
+        max_length: longest sequence in tokens.
+        valid_vocab_size: ids that the tokenizer knows, where the head is padded beyond it.
+        device: where the logits will be.
+        """
+
+        def numbers(dtype: torch.dtype, fill: float = 0) -> Tensor:
+            return torch.full((slots,), fill, dtype=dtype, device=device)
+
+        self.vocab_size = vocab_size
+        self.valid_vocab_size = vocab_size if valid_vocab_size is None else min(valid_vocab_size, vocab_size)
+        self.max_length = max_length
+        self.device = torch.device(device)
+        self.history = torch.zeros(slots, max_length, dtype=torch.int64, device=device)
+        self.lengths = numbers(torch.int64)
+        self.prompt_lengths = numbers(torch.int64)
+        self.seeds = numbers(torch.int64)
+        self.temperatures = numbers(torch.float64)
+        self.top_k = numbers(torch.int64, self.valid_vocab_size)
+        self.top_p = numbers(torch.float64, 1)
+        self.min_p = numbers(torch.float64)
+        self.truncated = numbers(torch.bool)
+        self.repetition = numbers(torch.float32, 1)
+        self.frequency = numbers(torch.float32)
+        self.presence = numbers(torch.float32)
+        self.min_tokens = numbers(torch.int64)
+        self.logprobs = numbers(torch.int64, -1)
+        self.processed_logprobs = numbers(torch.bool)
+        self.allowed = ListPool(slots, torch.int64, device)
+        self.held_back = ListPool(slots, torch.int64, device)
+        self.bias_ids = ListPool(slots, torch.int64, device)
+        self.bias_values = ListPool(slots, torch.float32, device)
+        self.bad_words = ListPool(slots, torch.int64, device)
+        self.bad_word_width = numbers(torch.int64)
+        self._always_edited = numbers(torch.bool)
+        # Count rows, for the slots with penalties only: [rows, vocab_size], rows added as slots first need them.
+        self.count_rows = numbers(torch.int64, -1)
+        self._output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._free_count_rows: list[int] = []
+
+    def join(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        *,
+        seed: int,
+        end_ids: Iterable[int] = (),
+        bad_word_ids: Iterable[Sequence[int]] = (),
+        output_ids: Sequence[int] = (),
+    ) -> None:
+        """Give a sequence the slot.
+
+        Args:
+            slot: a slot that is free.
+            params: what the request asks.
+            prompt_ids: its prompt.
+            seed: key of its draws, a signed 64-bit integer (``choice_seed`` of the request's seed).
+            end_ids: ids that end a sequence; with ``params.stop_token_ids`` they are held back for ``min_tokens``.
+            bad_word_ids: token sequences of ``params.bad_words``.
+            output_ids: tokens it has already made, when it comes back after a preemption.
+
+        Raises:
+            ValueError: ids outside the vocabulary, or a sequence longer than ``max_length``.
+        """
+        bad_word_ids = [word for word in bad_word_ids if len(word)]
+        params.check_vocabulary(self.valid_vocab_size, bad_word_ids)
+        tokens = torch.tensor([*prompt_ids, *output_ids], dtype=torch.int64)
+        if len(tokens) > self.max_length:
+            raise ValueError(f"the sequence has {len(tokens)} tokens, more than the limit of {self.max_length}")
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            raise ValueError(f"the prompt has an id outside the vocabulary of {self.vocab_size} tokens")
+        self.leave(slot)
+
+        self.history[slot, : len(tokens)] = tokens.to(self.device)
+        self.lengths[slot] = len(tokens)
+        self.prompt_lengths[slot] = len(prompt_ids)
+        self.seeds[slot] = seed
+        self.temperatures[slot] = params.temperature
+        self.top_k[slot] = top_k = min(params.top_k or self.valid_vocab_size, self.valid_vocab_size)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.truncated[slot] = top_k < self.valid_vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+        self.repetition[slot] = params.repetition_penalty
+        self.frequency[slot] = params.frequency_penalty
+        self.presence[slot] = params.presence_penalty
+        self.min_tokens[slot] = params.min_tokens
+        self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.processed_logprobs[slot] = params.logprobs_mode == "processed"
+
+        if params.min_tokens:
+            # An end id outside the vocabulary (some configurations say -1) can't be drawn anyway.
+            ids = {token for token in (*end_ids, *params.stop_token_ids) if 0 <= token < self.valid_vocab_size}
+            self.held_back.put(slot, torch.tensor(sorted(ids), dtype=torch.int64))
+        if params.allowed_token_ids:
+            self.allowed.put(slot, torch.tensor(params.allowed_token_ids, dtype=torch.int64))
+        if params.logit_bias:
+            bias = dict(params.logit_bias)
+            self.bias_ids.put(slot, torch.tensor(list(bias.keys()), dtype=torch.int64))
+            self.bias_values.put(slot, torch.tensor(list(bias.values()), dtype=torch.float32))
+        if bad_word_ids:
+            width = max(map(len, bad_word_ids))
+            padded = [[-1] * (width - len(word)) + list(word) for word in bad_word_ids]
+            self.bad_words.put(slot, torch.tensor(padded, dtype=torch.int64).flatten())
+            self.bad_word_width[slot] = width
+        if params.uses_penalties:
+            self._count(slot, tokens.to(self.device), len(prompt_ids))
+        self._always_edited[slot] = bool(
+            params.allowed_token_ids or params.logit_bias or bad_word_ids or params.uses_penalties
+        )
+
+    def append(self, slots: Tensor, tokens: Tensor) -> None:
+        """Add one drawn token to each of ``slots``, all distinct; both int64 [rows].
+
+        A row without a token (-1, see ``Samples.status``) is left as it is.
+        """
+        drawn = tokens >= 0
+        slots, tokens = slots[drawn], tokens[drawn]
+        self.history[slots, self.lengths[slots]] = tokens
+        self.lengths[slots] += 1
+        rows = self.count_rows[slots]
+        counted = rows >= 0
+        self._output_counts[rows[counted], tokens[counted]] += 1
+
+    def leave(self, slot: int) -> None:
+        """Give the slot back."""
+        for pool in (self.allowed, self.held_back, self.bias_ids, self.bias_values, self.bad_words):
+            pool.drop(slot)
+        self._always_edited[slot] = False
+        self.min_tokens[slot] = 0
+        row = int(self.count_rows[slot])
+        if row >= 0:
+            self._free_count_rows.append(row)
+            self.count_rows[slot] = -1
+
+    def edited(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Bool [rows]: whether masks, bias or penalties change the row's logits."""
+        return self._always_edited[slots] | self.holds_back(slots, positions)
+
+    def holds_back(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Bool [rows]: whether the output is still shorter than ``min_tokens``."""
+        return positions - self.prompt_lengths[slots] < self.min_tokens[slots]
+
+    # The two views of what came before a row. All that reads history goes through them, so that a row in a draft tree
+    # can one day see the tokens of its own path as well.
+
+    def last_tokens(self, slots: Tensor, positions: Tensor, width: int) -> Tensor:
+        """The ``width`` tokens before each row's position, int64 [rows, width]; -1 before the first token."""
+        index = positions[:, None] + torch.arange(-width, 0, device=positions.device)
+        return self.history[slots[:, None], index.clamp(min=0)].where(index >= 0, -1)
+
+    def counts(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """How often each id occurs in the output, int32 [rows, vocab_size], and whether it does in the prompt, bool.
+
+        Only for slots with penalties.
+        """
+        rows = self.count_rows[slots]
+        return self._output_counts[rows], self._in_prompt[rows]
+
+    def _count(self, slot: int, tokens: Tensor, prompt_length: int) -> None:
+        if not self._free_count_rows:
+            rows = len(self._output_counts)
+            self._free_count_rows = list(range(rows, max(1, 2 * rows)))
+            added = len(self._free_count_rows)
+            self._output_counts = torch.cat(
+                [self._output_counts, self._output_counts.new_zeros(added, self.vocab_size)]
+            )
+            self._in_prompt = torch.cat([self._in_prompt, self._in_prompt.new_zeros(added, self.vocab_size)])
+        row = self._free_count_rows.pop()
+        self.count_rows[slot] = row
+        self._output_counts[row] = torch.bincount(tokens[prompt_length:], minlength=self.vocab_size)
+        self._in_prompt[row] = False
+        self._in_prompt[row, tokens[:prompt_length]] = True

@@ -1,0 +1,66 @@
+"""Changes to the logits before anything is drawn: masks, then bias, then penalties."""
+
+import torch
+from torch import Tensor
+
+from freewheel.sampling.state import SamplingState
+
+
+def transform(state: SamplingState, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
+    """Apply all that the rows' slots ask for, in the order of the contract.
+
+    Args:
+        logits: float32 [rows, valid_vocab_size], changed in place.
+        slots, positions: int64 [rows].
+    """
+    _keep_allowed(state, logits, slots)
+    _ban_bad_words(state, logits, slots, positions)
+    _hold_back_ends(state, logits, slots, positions)
+    _add_bias(state, logits, slots)
+    _penalise(state, logits, slots)
+
+
+def _keep_allowed(state: SamplingState, logits: Tensor, slots: Tensor) -> None:
+    rows, ids = state.allowed.gather(slots)
+    kept = logits[rows, ids]
+    logits[state.allowed.lengths[slots] > 0] = -torch.inf
+    logits[rows, ids] = kept
+
+
+def _ban_bad_words(state: SamplingState, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
+    for row in (state.bad_words.lengths[slots] > 0).nonzero().flatten().tolist():
+        slot = slots[row : row + 1]
+        width = int(state.bad_word_width[slot])
+        words = state.bad_words.get(int(slot)).view(-1, width)
+        before = state.last_tokens(slot, positions[row : row + 1], width - 1)
+        complete = ((words[:, :-1] == before) | (words[:, :-1] < 0)).all(1)
+        logits[row, words[complete, -1]] = -torch.inf
+
+
+def _hold_back_ends(state: SamplingState, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
+    held = state.holds_back(slots, positions).nonzero().flatten()
+    rows, ids = state.held_back.gather(slots[held])
+    logits[held[rows], ids] = -torch.inf
+
+
+def _add_bias(state: SamplingState, logits: Tensor, slots: Tensor) -> None:
+    rows, ids = state.bias_ids.gather(slots)
+    _, values = state.bias_values.gather(slots)
+    logits[rows, ids] += values
+
+
+def _penalise(state: SamplingState, logits: Tensor, slots: Tensor) -> None:
+    penalised = (state.count_rows[slots] >= 0).nonzero().flatten()
+    if not len(penalised):
+        return
+    slots = slots[penalised]
+    output_counts, in_prompt = (table[:, : logits.shape[1]] for table in state.counts(slots))
+    in_output = output_counts > 0
+    repetition, frequency, presence = (
+        penalty[slots, None] for penalty in (state.repetition, state.frequency, state.presence)
+    )
+    values = logits[penalised]
+    # Dividing a negative logit would raise it: repeated tokens must lose whatever the sign.
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(in_output | in_prompt, repeated, values)
+    logits[penalised] = values - frequency * output_counts - presence * in_output
