@@ -122,10 +122,13 @@ def build_parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="benchmarks, each beside its floor")
     kinds = bench.add_subparsers(dest="bench", metavar="KIND", required=True)
     decode = kinds.add_parser("decode", help="decode tokens/s of this engine and of others")
+    start = kinds.add_parser("start", help="from a cold process to the first token")
     from freewheel.bench import decode as bench_decode
+    from freewheel.bench import start as bench_start
 
-    bench_decode.add_arguments(decode)
-    decode.set_defaults(run=bench_decode.run)
+    for command_parser, benchmark in ((decode, bench_decode), (start, bench_start)):
+        benchmark.add_arguments(command_parser)
+        command_parser.set_defaults(run=benchmark.run)
     return parser
 
 
@@ -139,8 +142,8 @@ def sampling_params(args: argparse.Namespace) -> "SamplingParams":
     return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **given})
 
 
-def load(args: argparse.Namespace) -> "tuple[LLM, float]":
-    """The model that ``args`` names, and the seconds it took from the first import on."""
+def load(args: argparse.Namespace) -> "tuple[LLM, dict[str, float]]":
+    """The model that ``args`` names, and the seconds that imports and loading took."""
     start = time.perf_counter()
     if args.threads is not None:
         if args.threads < 1:
@@ -148,8 +151,9 @@ def load(args: argparse.Namespace) -> "tuple[LLM, float]":
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # before torch starts its pool
     from freewheel.llm import LLM
 
+    imported = time.perf_counter()
     llm = LLM(args.model, dtype=args.dtype, device=args.device, max_model_len=args.max_model_len, max_num_seqs=16)
-    return llm, time.perf_counter() - start
+    return llm, {"import_s": imported - start, "load_s": time.perf_counter() - imported}
 
 
 def conversation(args: argparse.Namespace) -> list[dict[str, str]]:
@@ -165,35 +169,35 @@ def stream_text(llm: "LLM", prompt: Any, params: "SamplingParams") -> "RequestOu
     return output
 
 
-def timings(output: "RequestOutput", load_s: float) -> dict[str, float]:
+def timings(output: "RequestOutput") -> dict[str, float]:
     """Seconds and rates of one finished request."""
     metrics = output.metrics
     first, last = metrics.first_token_time - metrics.arrival_time, metrics.finish_time - metrics.first_token_time
     generated = sum(len(choice.token_ids) for choice in output.outputs)
     return {
-        "load_s": load_s,
         "first_token_s": first,
         "prompt_tokens_per_s": len(output.prompt_token_ids) / first if first > 0 else 0.0,
         "decode_tokens_per_s": (generated - len(output.outputs)) / last if last > 0 else 0.0,
     }
 
 
-def print_summary(output: "RequestOutput", load_s: float) -> None:
-    spent = timings(output, load_s)
+def print_summary(output: "RequestOutput") -> None:
+    spent = timings(output)
     generated = sum(len(choice.token_ids) for choice in output.outputs)
-    print(
-        f"prompt {len(output.prompt_token_ids)} tokens, {spent['prompt_tokens_per_s']:.0f} tok/s | first token "
-        f"{spent['first_token_s'] * 1e3:.0f} ms | output {generated} tokens, {spent['decode_tokens_per_s']:.1f} tok/s | "
-        f"load {load_s:.1f} s | {output.outputs[0].finish_reason}",
-        file=sys.stderr,
+    parts = (
+        f"prompt {len(output.prompt_token_ids)} tokens, {spent['prompt_tokens_per_s']:.0f} tok/s",
+        f"first token {spent['first_token_s'] * 1e3:.0f} ms",
+        f"output {generated} tokens, {spent['decode_tokens_per_s']:.1f} tok/s",
+        str(output.outputs[0].finish_reason),
     )
+    print(" | ".join(parts), file=sys.stderr)
 
 
 def run_generate(args: argparse.Namespace) -> None:
     """``freewheel generate``."""
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = sampling_params(args)
-    llm, load_s = load(args)
+    llm, startup = load(args)
     with llm:
         templated = llm.tokenizer.chat_template is not None and not args.raw
         if args.system and not templated:
@@ -206,11 +210,11 @@ def run_generate(args: argparse.Namespace) -> None:
         else:
             output = stream_text(llm, prompt, params)
     if args.json:
-        print(json.dumps(output.to_dict() | {"model": args.model, "timings": timings(output, load_s)}))
+        print(json.dumps(output.to_dict() | {"model": args.model, "timings": startup | timings(output)}))
         return
     for choice in output.outputs if params.n > 1 else ():
         print(f"--- {choice.index}\n{choice.text}")
-    print_summary(output, load_s)
+    print_summary(output)
 
 
 def run_chat(args: argparse.Namespace) -> None:
@@ -218,11 +222,14 @@ def run_chat(args: argparse.Namespace) -> None:
     params = sampling_params(args)
     if params.n > 1:
         raise ValueError("n: a conversation goes on with one answer, so n must be 1")
-    llm, load_s = load(args)
+    llm, startup = load(args)
     with llm:
         if llm.tokenizer.chat_template is None:
             raise ValueError(f"model: {args.model} has no chat template; use freewheel generate --raw")
-        print(f"{args.model}, loaded in {load_s:.1f} s. /new starts over, /quit or Ctrl-D ends.", file=sys.stderr)
+        print(
+            f"{args.model}, ready in {sum(startup.values()):.1f} s. /new starts over, /quit or Ctrl-D ends.",
+            file=sys.stderr,
+        )
         messages = conversation(args)
         while True:
             try:
@@ -242,7 +249,7 @@ def run_chat(args: argparse.Namespace) -> None:
                     print(f"\n[{str(interruption) or 'interrupted'}]", file=sys.stderr)
                     continue
                 messages.append({"role": "assistant", "content": output.outputs[0].text})
-                print_summary(output, load_s)
+                print_summary(output)
 
 
 def run_models(args: argparse.Namespace) -> None:

@@ -124,7 +124,8 @@ def run(args: argparse.Namespace) -> None:
     print(f"machine    {machine.describe()}")
     print(f"bandwidth  {bandwidth / 1e9:.1f} GB/s read, measured now")
     print(f"model      {args.model}, prompt {args.prompt}, output {args.output}, greedy, median of {args.repeats}")
-    print(f"{'system':24}{'batch':>6}{'tok/s':>9}{'ms/step':>9}{'floor ms':>9}{'prompt tok/s':>14}{'load s':>8}{'peak MB':>9}")
+    print(f"{'system':24}{'batch':>6}{'tok/s':>9}{'ms/step':>9}{'floor ms':>9}", end="")
+    print(f"{'prompt tok/s':>14}{'load s':>8}{'peak MB':>9}")
     results: list[dict[str, Any]] = []
     for name, dtype in systems:
         for batch in batches:

@@ -27,10 +27,12 @@ def describe() -> str:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
         cpu = names[0] if names else cpu
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{cpu}, {torch.get_num_threads()} threads, {capability}, torch {torch.__version__}, Python {platform.python_version()}"
+    threads, vectors = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+    return f"{cpu}, {threads} threads, {vectors}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def memory_bytes() -> tuple[int, int]:

@@ -27,9 +27,7 @@ class Freewheel:
     def __init__(self, model: Path, dtype: str, batch: int, context: int) -> None:
         from freewheel.llm import LLM
 
-        self.llm = LLM(
-            str(model), dtype=dtype, max_num_seqs=batch, max_model_len=context, enable_prefix_caching=False
-        )
+        self.llm = LLM(str(model), dtype=dtype, max_num_seqs=batch, max_model_len=context, enable_prefix_caching=False)
 
     def generate(self, prompts: Sequence[TokenIds], tokens: int) -> list[int]:
         from freewheel.sampling import SamplingParams
