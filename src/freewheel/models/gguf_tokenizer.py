@@ -16,6 +16,8 @@ precedence, so it differs on numbers and on runs of spaces.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from freewheel.models.errors import ModelError
 from freewheel.models.sentencepiece import SPACE, SentencePieceBPE
 from freewheel.models.tokenizer import Encoder, LibraryEncoder, Tokenizer, byte_level_bytes
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import pre_tokenizers
 
 # Values of tokenizer.ggml.token_type.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
 # Control tokens that end a turn or a text wherever they exist. A GGUF file has room for one end-of-text id, and the
 # others of the model's generation configuration are lost in conversion.
@@ -57,23 +59,23 @@ _KINDS = {
     "starcoder": "digits",
 }
 
+# Kinds whose models keep a word that is a token whole, even where no merges lead to it, and begin a text with a token.
+_WHOLE_WORDS = ("llama3", "tekken")
+
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """See :meth:`Tokenizer.from_gguf`."""
     tokens: Sequence[str] = _required(metadata, "tokens")
-    types: Sequence[int] = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    if len(types) != len(tokens):
-        raise ModelError(f"the GGUF file has {len(tokens)} tokens and {len(types)} token types")
-
+    ids = _ids_by_type(metadata, len(tokens))
     model = _required(metadata, "model")
     if model == "gpt2":
         kind = _pre_tokenizer_kind(metadata)
-        encoder, begins = _byte_level(metadata, tokens, types, kind), kind in ("llama3", "tekken")
+        encoder, begins = _byte_level(metadata, tokens, ids, kind), kind in _WHOLE_WORDS
         text_bytes, leading_spaces = byte_level_bytes, 0
     elif model == "llama":
         space_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-        encoder, begins = _sentencepiece(metadata, tokens, types, space_prefix), True
-        byte_texts = {tokens[id]: bytes([byte]) for byte, id in _byte_ids(tokens, types).items()}
+        encoder, begins = _sentencepiece(metadata, tokens, ids, space_prefix), True
+        byte_texts = {tokens[id]: bytes([byte]) for byte, id in _byte_ids(tokens, ids).items()}
         leading_spaces = int(space_prefix)
 
         def text_bytes(text: str) -> bytes:
@@ -81,18 +83,15 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     else:
         raise ModelError(f"tokenizer.ggml.model {model!r} is not supported (gpt2 and llama are)")
 
-    bos, eos = _token_id(metadata, "bos", tokens), _token_id(metadata, "eos", tokens)
-    ends = {_token_id(metadata, name, tokens) for name in ("eos", "eot", "eom")} - {None}
-    special_ids = [id for id, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)]
-    ends |= {id for id in special_ids if tokens[id] in _END_TEXTS}
     named = {
-        "bos": bos,
-        "eos": eos,
-        "unk": _token_id(metadata, "unknown", tokens),
-        "pad": _token_id(metadata, "padding", tokens),
+        name: _token_id(metadata, key, len(tokens))
+        for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
     }
-    add_bos = bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begins)
-    add_eos = eos is not None and metadata.get("tokenizer.ggml.add_eos_token", False)
+    bos, eos = named["bos"], named["eos"]
+    special_ids = ids[_CONTROL] + ids[_UNKNOWN]
+    ends = {eos, *(_token_id(metadata, key, len(tokens)) for key in ("eot", "eom"))} - {None}
+    ends |= {id for id in special_ids if tokens[id] in _END_TEXTS}
+    templates = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
     return Tokenizer(
         encoder,
         token_text=lambda id: tokens[id],
@@ -101,53 +100,62 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         special_ids=special_ids,
         bos_token_id=bos,
         eos_token_ids=[id for id in ends if id is not None],
-        prefix_ids=[bos] if add_bos and bos is not None else [],
-        suffix_ids=[eos] if add_eos and eos is not None else [],
+        prefix_ids=[bos] if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begins) else [],
+        suffix_ids=[eos] if eos is not None and metadata.get("tokenizer.ggml.add_eos_token", False) else [],
         leading_spaces=leading_spaces,
-        chat_templates={
-            name: metadata[key]
-            for name, key in {
-                "default": "tokenizer.chat_template",
-                "tool_use": "tokenizer.chat_template.tool_use",
-            }.items()
-            if key in metadata
-        },
+        chat_templates={name: metadata[key] for name, key in templates.items() if key in metadata},
         named_tokens={f"{name}_token": tokens[id] for name, id in named.items() if id is not None},
     )
 
 
 def _required(metadata: Mapping[str, Any], name: str) -> Any:
     value = metadata.get(f"tokenizer.ggml.{name}")
-    if not value:
+    if value is None or len(value) == 0:
         raise ModelError(f"the GGUF file has no tokenizer.ggml.{name}")
     return value
 
 
-def _token_id(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> int | None:
+def _ids_by_type(metadata: Mapping[str, Any], count: int) -> dict[int, list[int]]:
+    types = np.asarray(metadata.get("tokenizer.ggml.token_type", [_NORMAL] * count))
+    if len(types) != count:
+        raise ModelError(f"the GGUF file has {count} tokens and {len(types)} token types")
+    return {
+        type: np.flatnonzero(types == type).tolist() for type in (_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)
+    }
+
+
+def _token_id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
     id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    if id is not None and not 0 <= id < len(tokens):
-        raise ModelError(f"tokenizer.ggml.{name}_token_id is {id}, and the GGUF file has {len(tokens)} tokens")
+    if id is not None and not 0 <= id < count:
+        raise ModelError(f"tokenizer.ggml.{name}_token_id is {id}, and the GGUF file has {count} tokens")
     return id
 
 
-def _byte_ids(tokens: Sequence[str], types: Sequence[int]) -> dict[int, int]:
-    return {int(tokens[id][3:5], 16): id for id, kind in enumerate(types) if kind == _BYTE}
+def _added_ids(tokens: Sequence[str], ids: Mapping[int, list[int]]) -> dict[str, int]:
+    """Tokens that are found in the raw text."""
+    return {tokens[id]: id for type in (_UNKNOWN, _CONTROL, _USER_DEFINED) for id in ids[type] if tokens[id]}
+
+
+def _byte_ids(tokens: Sequence[str], ids: Mapping[int, list[int]]) -> dict[int, int]:
+    try:
+        return {int(tokens[id].removeprefix("<0x").removesuffix(">"), 16): id for id in ids[_BYTE]}
+    except ValueError as error:
+        raise ModelError(f"the GGUF file has a byte token that is not spelt <0x00> to <0xFF>: {error}") from error
 
 
 def _sentencepiece(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], space_prefix: bool
+    metadata: Mapping[str, Any], tokens: Sequence[str], ids: Mapping[int, list[int]], space_prefix: bool
 ) -> Encoder:
-    scores: Sequence[float] = _required(metadata, "scores")
+    scores: list[float] = np.asarray(_required(metadata, "scores")).tolist()
     if len(scores) != len(tokens):
         raise ModelError(f"the GGUF file has {len(tokens)} tokens and {len(scores)} scores")
-    added = (_CONTROL, _UNKNOWN, _USER_DEFINED)
     return SentencePieceBPE(
         tokens,
         scores,
-        pieces=[id for id, kind in enumerate(types) if kind == _NORMAL],
-        added={tokens[id]: id for id, kind in enumerate(types) if kind in added and tokens[id]},
-        byte_ids=_byte_ids(tokens, types),
-        unknown_id=_token_id(metadata, "unknown", tokens),
+        pieces=ids[_NORMAL],
+        added=_added_ids(tokens, ids),
+        byte_ids=_byte_ids(tokens, ids),
+        unknown_id=_token_id(metadata, "unknown", len(tokens)),
         space_prefix=space_prefix,
     )
 
@@ -160,25 +168,21 @@ def _pre_tokenizer_kind(metadata: Mapping[str, Any]) -> str:
     return kind
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], kind: str) -> Encoder:
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], ids: Mapping[int, list[int]], kind: str) -> Encoder:
     import tokenizers
     from tokenizers import AddedToken, models, normalizers
 
-    merges = [tuple(merge.split(" ", 1)) for merge in _required(metadata, "merges")]
+    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in _required(metadata, "merges")]
     vocabulary = {text: id for id, text in enumerate(tokens)}
     try:
-        # Llama 3's and Mistral's keep a word that is a token whole, even where no merges lead to it.
-        model = models.BPE(vocabulary, merges, ignore_merges=kind in ("llama3", "tekken"))  # pyright: ignore[reportArgumentType]
+        model = models.BPE(vocabulary, merges, ignore_merges=kind in _WHOLE_WORDS)
     except Exception as error:  # the library raises plain Exception, for a merge that names no token
         raise ModelError(f"the GGUF file's merges do not fit its tokens: {error}") from error
     backend = tokenizers.Tokenizer(model)
     if kind == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _pre_tokenizer(kind)
-    added = (_CONTROL, _UNKNOWN, _USER_DEFINED)
-    backend.add_tokens(
-        [AddedToken(text, normalized=False) for text, type in zip(tokens, types) if type in added and text]
-    )
+    backend.add_tokens([AddedToken(text, normalized=False) for text in _added_ids(tokens, ids)])
     return LibraryEncoder(backend)
 
 
