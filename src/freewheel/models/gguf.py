@@ -364,7 +364,7 @@ def _rope_scaling(file: GGUFFile, facts: _Facts, theta: float, head_dim: int) ->
 def _llama3_rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
     """Recovers the parameters whose effect, a divisor for each frequency, the file stores."""
     divisors = file.tensor("rope_freqs.weight")
-    assert isinstance(divisors, Tensor)
+    divisors = divisors.dequantize() if isinstance(divisors, GroupQuantized) else divisors.to(torch.float32)
     factor, low, high, original = round(divisors.max().item(), 3), 1.0, 4.0, 8192
     turns = original / (2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim))
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
