@@ -1,0 +1,25 @@
+"""Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+class RMSNorm:
+    """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, computed in float32.
+
+    ``weight`` is [..., n] and broadcasts against the last dimensions of ``x``: several heads with weights of their own
+    are normalised by one call. It is the effective weight (Gemma checkpoints store it less 1).
+    """
+
+    def __init__(self, weight: Tensor, eps: float):
+        n = weight.shape[-1]
+        # mean(x²) + eps = (‖x‖² + n·eps) / n, so two fused reductions replace the chain square, mean, add, root.
+        self.weight = weight.to(torch.float32) * math.sqrt(n)
+        self.floor = torch.tensor(math.sqrt(n * eps), device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., n] -> [..., n] in the dtype of ``x``."""
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x / norm.hypot_(self.floor)).mul_(self.weight).to(x.dtype)
