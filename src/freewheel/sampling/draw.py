@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from freewheel.sampling.rng import NOISE, philox, uniform
+from freewheel.sampling.rng import NOISE, philox, uniform, uniforms
 
 BLOCK = 1024
 
@@ -27,13 +27,14 @@ class Draw(Protocol):
         """
         ...
 
-    def survivors(self, ids: Tensor, scores: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    def survivors(self, ids: Tensor, scores: Tensor, seed: int, position: int) -> Tensor:
         """Draw from what truncation left of one row.
 
         Args:
             ids: int64 [n], in the total order.
             scores: float64 [n], log weights, the largest of them 0.
-            seed, position: int64 [1].
+            seed: signed 64-bit integer.
+            position: absolute position of the token.
 
         Returns:
             the token id, int64 [].
@@ -49,17 +50,17 @@ class TwoLevel:
     """
 
     def rows(self, logits: Tensor, maxima: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        first, second, _, _ = philox(seeds, positions)
+        first, second = uniforms(seeds, positions)
         peaks = maxima.amax(1, keepdim=True)
         sums = _block_sums(logits, maxima, temperatures).double()
-        weights = sums * ((maxima - peaks).double() / temperatures[:, None]).exp()
-        blocks = _invert(weights, uniform(first))
+        weights = sums * ((maxima.double() - peaks) / temperatures[:, None]).exp()
+        blocks = _invert(weights, first)
         inside = block_values(logits, blocks).double() - maxima.gather(1, blocks[:, None])
-        return blocks * BLOCK + _invert((inside / temperatures[:, None]).exp(), uniform(second))
+        return blocks * BLOCK + _invert((inside / temperatures[:, None]).exp(), second)
 
-    def survivors(self, ids: Tensor, scores: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    def survivors(self, ids: Tensor, scores: Tensor, seed: int, position: int) -> Tensor:
         first, _, _, _ = philox(seed, position)
-        return ids[_invert(scores.exp()[None], uniform(first))[0]]
+        return ids[_invert(scores.exp()[None], uniform(torch.tensor([first], device=ids.device)))[0]]
 
 
 class Gumbel:
@@ -73,8 +74,8 @@ class Gumbel:
         scores = (logits.double() - maxima.amax(1, keepdim=True)) / temperatures[:, None]
         return (scores + self._noise(ids, seeds[:, None], positions[:, None])).argmax(1)
 
-    def survivors(self, ids: Tensor, scores: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-        return ids[(scores + self._noise(ids, seed, position)).argmax()]
+    def survivors(self, ids: Tensor, scores: Tensor, seed: int, position: int) -> Tensor:
+        return ids[(scores + self._noise(ids, ids.new_tensor(seed), ids.new_tensor(position))).argmax()]
 
     @staticmethod
     def _noise(ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ class Multinomial:
         scores = (logits.float() - maxima.amax(1, keepdim=True)) / temperatures[:, None].float()
         return scores.softmax(1).multinomial(1)[:, 0]
 
-    def survivors(self, ids: Tensor, scores: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    def survivors(self, ids: Tensor, scores: Tensor, seed: int, position: int) -> Tensor:
         return ids[scores.exp().multinomial(1)[0]]
 
 

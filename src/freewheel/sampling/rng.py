@@ -10,6 +10,7 @@ import secrets
 from typing import TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 Ints = TypeVar("Ints", int, np.ndarray, Tensor)
@@ -66,6 +67,16 @@ def philox(seed: Ints, position: Ints, lane: Ints | int = 0, use: int = DRAW) ->
 def uniform(words: Tensor) -> Tensor:
     """Random words as float64 in the open interval (0, 1): never 0, never 1, spaced evenly by 2**-32."""
     return (words.double() + 0.5) * 2.0**-32
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The two uniform numbers of each row's draw, float64 [rows] each, from seeds and positions int64 [rows]."""
+    if seeds.device.type == "cpu":
+        # A few rows cost nothing but the dispatch of 140 operations, and NumPy's is four times cheaper.
+        first, second, _, _ = map(torch.from_numpy, philox(seeds.numpy(), positions.numpy()))
+    else:
+        first, second, _, _ = philox(seeds, positions)
+    return uniform(first), uniform(second)
 
 
 def choice_seed(seed: int, index: int) -> int:

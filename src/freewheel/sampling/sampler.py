@@ -137,7 +137,7 @@ class Sampler:
         for row in truncated.nonzero().flatten().tolist():
             key = slots[row : row + 1]
             ids, scores = self._survivors(logits[row], key)
-            tokens[row] = self._draw.survivors(ids, scores, state.seeds[key], positions[row : row + 1])
+            tokens[row] = self._draw.survivors(ids, scores, int(state.seeds[key]), int(positions[row]))
         return tokens, status.to(torch.uint8)
 
     def _survivors(self, logits: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ class SamplingState:
         logprobs: int64 [slots], how many alternatives to report; -1 for no log probabilities at all.
         processed_logprobs: bool [slots], whether these are taken after all changes.
         allowed, held_back, bias_ids: pools of ids; bias_values: pool of float32, parallel to bias_ids.
+        count_rows: int64 [slots], the row that counts the slot's output tokens; -1 for slots without penalties.
         bad_words: pool of words, padded in front with -1 to the slot's longest; bad_word_width: int64 [slots], that
             length.
     """
@@ -82,10 +83,8 @@ class SamplingState:
         self.bad_words = ListPool(slots, torch.int64, device)
         self.bad_word_width = numbers(torch.int64)
         self._always_edited = numbers(torch.bool)
-        # Count rows, for the slots with penalties only: [rows, vocab_size], rows added as slots first need them.
         self.count_rows = numbers(torch.int64, -1)
         self._output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._free_count_rows: list[int] = []
 
     def join(
@@ -154,7 +153,7 @@ class SamplingState:
             self.bad_words.put(slot, torch.tensor(padded, dtype=torch.int64).flatten())
             self.bad_word_width[slot] = width
         if params.uses_penalties:
-            self._count(slot, tokens.to(self.device), len(prompt_ids))
+            self._count(slot, tokens[len(prompt_ids) :].to(self.device))
         self._always_edited[slot] = bool(
             params.allowed_token_ids or params.logit_bias or bad_word_ids or params.uses_penalties
         )
@@ -191,33 +190,33 @@ class SamplingState:
         """Bool [rows]: whether the output is still shorter than ``min_tokens``."""
         return positions - self.prompt_lengths[slots] < self.min_tokens[slots]
 
-    # The two views of what came before a row. All that reads history goes through them, so that a row in a draft tree
-    # can one day see the tokens of its own path as well.
+    # The two views of what came before a row. Whatever reads history goes through them, so that a row of a draft tree
+    # can come to see the tokens of its own path as well.
 
     def last_tokens(self, slots: Tensor, positions: Tensor, width: int) -> Tensor:
         """The ``width`` tokens before each row's position, int64 [rows, width]; -1 before the first token."""
         index = positions[:, None] + torch.arange(-width, 0, device=positions.device)
         return self.history[slots[:, None], index.clamp(min=0)].where(index >= 0, -1)
 
-    def counts(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """How often each id occurs in the output, int32 [rows, vocab_size], and whether it does in the prompt, bool.
+    def seen_tokens(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All tokens before each row's position, end to end, repeated ones too. For slots with penalties.
 
-        Only for slots with penalties.
+        Returns:
+            rows int64 [total], which row each token belongs to; tokens int64 [total]; output counts int32 [total], how
+            often the row's output has this token.
         """
-        rows = self.count_rows[slots]
-        return self._output_counts[rows], self._in_prompt[rows]
+        rows = torch.repeat_interleave(positions)
+        within = torch.arange(len(rows), device=rows.device) - (positions.cumsum(0) - positions)[rows]
+        tokens = self.history[slots[rows], within]
+        return rows, tokens, self._output_counts[self.count_rows[slots][rows], tokens]
 
-    def _count(self, slot: int, tokens: Tensor, prompt_length: int) -> None:
+    def _count(self, slot: int, output: Tensor) -> None:
+        """Give the slot a row of counts; rows are added as slots first need them."""
         if not self._free_count_rows:
             rows = len(self._output_counts)
             self._free_count_rows = list(range(rows, max(1, 2 * rows)))
-            added = len(self._free_count_rows)
-            self._output_counts = torch.cat(
-                [self._output_counts, self._output_counts.new_zeros(added, self.vocab_size)]
-            )
-            self._in_prompt = torch.cat([self._in_prompt, self._in_prompt.new_zeros(added, self.vocab_size)])
+            added = self._output_counts.new_zeros(len(self._free_count_rows), self.vocab_size)
+            self._output_counts = torch.cat([self._output_counts, added])
         row = self._free_count_rows.pop()
         self.count_rows[slot] = row
-        self._output_counts[row] = torch.bincount(tokens[prompt_length:], minlength=self.vocab_size)
-        self._in_prompt[row] = False
-        self._in_prompt[row, tokens[:prompt_length]] = True
+        self._output_counts[row] = torch.bincount(output, minlength=self.vocab_size)

@@ -17,7 +17,7 @@ def transform(state: SamplingState, logits: Tensor, slots: Tensor, positions: Te
     _ban_bad_words(state, logits, slots, positions)
     _hold_back_ends(state, logits, slots, positions)
     _add_bias(state, logits, slots)
-    _penalise(state, logits, slots)
+    _penalise(state, logits, slots, positions)
 
 
 def _keep_allowed(state: SamplingState, logits: Tensor, slots: Tensor) -> None:
@@ -49,18 +49,19 @@ def _add_bias(state: SamplingState, logits: Tensor, slots: Tensor) -> None:
     logits[rows, ids] += values
 
 
-def _penalise(state: SamplingState, logits: Tensor, slots: Tensor) -> None:
+def _penalise(state: SamplingState, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
     penalised = (state.count_rows[slots] >= 0).nonzero().flatten()
     if not len(penalised):
         return
-    slots = slots[penalised]
-    output_counts, in_prompt = (table[:, : logits.shape[1]] for table in state.counts(slots))
-    in_output = output_counts > 0
+    rows, ids, output_counts = state.seen_tokens(slots[penalised], positions[penalised])
+    rows = penalised[rows]
+    drawable = ids < logits.shape[1]
+    rows, ids, output_counts = rows[drawable], ids[drawable], output_counts[drawable]
     repetition, frequency, presence = (
-        penalty[slots, None] for penalty in (state.repetition, state.frequency, state.presence)
+        penalty[slots[rows]] for penalty in (state.repetition, state.frequency, state.presence)
     )
-    values = logits[penalised]
-    # Dividing a negative logit would raise it: repeated tokens must lose whatever the sign.
-    repeated = torch.where(values > 0, values / repetition, values * repetition)
-    values = torch.where(in_output | in_prompt, repeated, values)
-    logits[penalised] = values - frequency * output_counts - presence * in_output
+    values = logits[rows, ids]
+    # Dividing a negative logit would raise it: a repeated token must lose whatever the sign.
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    # An id that was seen several times is written several times, with the same value.
+    logits[rows, ids] = values - frequency * output_counts - presence * (output_counts > 0)

@@ -45,15 +45,16 @@ def survivors(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
         bound = -math.inf
         if top_p < 1.0:
             mass = ((logits.double() - peak) / temperature).exp_().sum()
-            # What lies below the bound has too little mass to be needed: each token less than (1 - p) mass / vocab.
+            # A token below this has less than (1 - p) mass / vocab, and all of these together too little to matter.
             bound = float(peak + temperature * math.log((1.0 - top_p) * float(mass) / vocab))
         if min_p > 0.0:
             bound = max(bound, float(peak + temperature * math.log(min_p)))
+        # The bound is taken one float32 lower, so that rounding can't exclude a token.
         ids = _ordered(logits, float(np.nextafter(np.float32(bound), np.float32(-math.inf))))
     scores = logits[ids].double()
-    count = int((scores > -math.inf).sum())
     scaled = (scores - peak) / temperature
     weights = scaled.exp()
+    count = int((scores > -math.inf).sum())
     if top_p < 1.0:
         target = top_p * (weights.sum() if mass is None else mass)
         count = min(count, int(torch.searchsorted(weights.cumsum(0), target)) + 1)
