@@ -88,7 +88,6 @@ class Sequence:
     __slots__ = (
         "cached_tokens",
         "computed",
-        "end_ids",
         "followers",
         "index",
         "key",
@@ -96,12 +95,14 @@ class Sequence:
         "max_length",
         "node",
         "pages",
+        "preempted",
         "prompt_length",
         "prompt_logprobs",
         "rank",
         "request",
         "seed",
         "slot",
+        "stop_ids",
         "tokens",
     )
 
@@ -112,16 +113,16 @@ class Sequence:
         *,
         key: int,
         seed: int,
-        end_ids: frozenset[int],
+        stop_ids: dict[int, int | None],
         max_length: int,
         node: "Node",
     ) -> None:
         self.request = request
         self.index = index
         self.key = key
-        self.rank = (request.priority, key, index)
+        self.rank = (request.priority, key)
         self.seed = seed
-        self.end_ids = end_ids
+        self.stop_ids = stop_ids  # id -> the stop_reason to report
         self.max_length = max_length
         self.tokens = list(request.prompt_ids)
         self.prompt_length = len(self.tokens)
@@ -130,10 +131,11 @@ class Sequence:
         self.computed = 0
         self.node = node
         self.cached_tokens = 0
+        self.preempted = False
         # Only choice 0 scores the prompt. The first token has no logprob.
         scores = request.params.prompt_logprobs is not None and index == 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if scores else None
-        self.leader: Sequence | None = None  # the choice whose prompt pages this one shares
+        self.leader: Sequence | None = None  # the choice whose prompt this one waits for
         self.followers: list[Sequence] = []  # choices that wait for this one's prompt
 
     @property
@@ -148,6 +150,6 @@ class Sequence:
     @property
     def reusable(self) -> int:
         """How many of its first tokens may come from someone else's pages: it needs the logits of all later rows."""
-        if self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length:
+        if self.scoring and self.prompt_logprobs is not None:
             return len(self.prompt_logprobs) - 1
         return len(self.tokens) - 1

@@ -1,5 +1,7 @@
 """How large the key-value cache gets, and what is refused with numbers."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,8 +11,8 @@ from freewheel.config import EngineConfig
 MIB = 1 << 20
 
 
-def size(*, available: int = 1 << 30, context: int = 1024, **options: int) -> PoolSize:
-    config = EngineConfig(**{"max_num_seqs": 4, "page_size": 16, **options})
+def size(*, available: int = 1 << 30, context: int = 1024, **options: Any) -> PoolSize:
+    config = EngineConfig(max_num_seqs=4, page_size=16, **options)
     return size_pool(config, context_length=context, bytes_per_token=1024, available=available)
 
 
@@ -67,6 +69,6 @@ def test_page_tables_are_written_from_an_entry_on() -> None:
         ("seed", "x"),
     ],
 )
-def test_a_wrong_option_is_named(field: str, value: object) -> None:
+def test_a_wrong_option_is_named(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
-        EngineConfig(**{field: value})  # type: ignore[arg-type]
+        EngineConfig(**{field: value})

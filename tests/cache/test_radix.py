@@ -59,7 +59,7 @@ def test_a_running_sequence_takes_over_what_another_one_computed_meanwhile() -> 
     late = cache.allocate(4)
     node, replaced = cache.advance(cache.root, tokens, late, computed=2, limit=12)
     assert (node, replaced) == (cache.root, [])
-    _, early = fill(cache, tokens[:8] + [99])
+    _, early = fill(cache, [*tokens[:8], 99])
     node, replaced = cache.advance(node, tokens, late, computed=2, limit=12)
     assert late[:2] == early[:2]
     assert node.depth == 2
@@ -79,19 +79,19 @@ def test_the_limit_holds_back_a_takeover() -> None:
 def test_the_least_recently_used_end_goes_first_and_shared_beginnings_last() -> None:
     cache = PrefixCache(6, SIZE)
     base = [0, 1, 2, 3]
-    _, old = fill(cache, base + [4, 5, 6, 7])
+    _, old = fill(cache, [*base, 4, 5, 6, 7])
     cache.release(old)
     young = cache.path(cache.match(base, limit=4)) + cache.allocate(1)
     cache.retain(young[:1])
-    cache.advance(cache.match(base, 4), base + [8, 8, 8, 8], young, computed=8, limit=0)
+    cache.advance(cache.match(base, 4), [*base, 8, 8, 8, 8], young, computed=8, limit=0)
     cache.release(young)
     cache.check([])
     taken = cache.allocate(4)  # three are free: the older branch has to go
-    assert cache.match(base + [4, 5, 6, 7], 8).depth == 1
-    assert cache.match(base + [8, 8, 8, 8], 8).depth == 2
+    assert cache.match([*base, 4, 5, 6, 7], 8).depth == 1
+    assert cache.match([*base, 8, 8, 8, 8], 8).depth == 2
     cache.check([taken])
     taken += cache.allocate(1)
-    assert cache.match(base + [8, 8, 8, 8], 8).depth == 1
+    assert cache.match([*base, 8, 8, 8, 8], 8).depth == 1
     taken += cache.allocate(1)
     assert cache.match(base, 4).depth == 0
     cache.check([taken])

@@ -14,7 +14,7 @@ SIZE = 4
 def entry(key: int, length: int, computed: int = 0, *, priority: int = 0, held: bool = True, **more: int) -> Entry:
     """A sequence that holds exactly the pages it needs, or a waiting one that holds none."""
     pages = pages_for(length if length - computed > 1 else computed, SIZE) if held else 0
-    return Entry(key, (priority, key, 0), length, computed, pages, **more)
+    return Entry(key, (priority, key), length, computed, pages, **more)
 
 
 def capacity(rows: int = 16, slots: int = 4, pages: int = 100) -> Capacity:
@@ -52,7 +52,7 @@ def test_admission_leaves_a_page_for_each_sequence_that_runs() -> None:
 
 
 def test_shared_pages_cost_nothing_but_idle_ones_do() -> None:
-    shared = Entry(0, (0, 0, 0), 9, 8, pages=2)
+    shared = Entry(0, (0, 0), 9, 8, pages=2)
     assert plan([], [shared], capacity(pages=1)).rows == [(0, 1)]
     assert plan([], [shared._replace(idle=2)], capacity(pages=2)).rows == []
 
@@ -107,8 +107,8 @@ class Life:
     waited: int = 0
 
     @property
-    def rank(self) -> tuple[int, int, int]:
-        return (self.priority, self.key, 0)
+    def rank(self) -> tuple[int, int]:
+        return (self.priority, self.key)
 
     def entry(self) -> Entry:
         return Entry(self.key, self.rank, self.length, self.computed, self.pages)

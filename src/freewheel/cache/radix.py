@@ -135,7 +135,8 @@ class PrefixCache:
         references = self.pages.references
         for node in nodes:
             parent = node.parent
-            assert parent is not None and len(node.key) == self.page_size
+            assert parent is not None
+            assert len(node.key) == self.page_size
             assert parent.page < 0 or references[parent.page] >= references[node.page], "a beginning is not locked"
             assert references[node.page] or self.pages.is_idle(node.page), "a page of the tree is free"
         for pages in tables:

@@ -2,7 +2,7 @@
 
 Sequences are ranked by priority (smaller is more urgent), then by arrival. The rules:
 
-- Rows that complete a sequence's known tokens and are single (decoding) come first, so decoding never stalls on prefill.
+- Single rows that complete a sequence's known tokens (decoding) come first: decoding never stalls on prefill.
 - What is left of the token budget goes to prefill by rank, running and waiting sequences alike, in chunks.
 - A waiting sequence is admitted when all its known tokens fit and one page remains for each sequence that runs, so that
   it does not push out, or get pushed out, in the next steps. Nobody overtakes a waiting sequence of better rank.
@@ -20,8 +20,10 @@ from heapq import merge
 from operator import attrgetter
 from typing import NamedTuple
 
-Rank = tuple[int, int, int]
-"""(priority, arrival, choice): sorts the most deserving first."""
+Rank = tuple[int, int]
+"""(priority, arrival): sorts the most deserving first; unique."""
+
+UNLIMITED = 1 << 30
 
 
 class Entry(NamedTuple):
@@ -31,8 +33,8 @@ class Entry(NamedTuple):
         key: names the sequence in the plan.
         rank: its place in every queue.
         length: tokens known, prompt and output.
-        computed: tokens whose keys and values are cached; below ``length``. Of a waiting sequence: those that the prefix
-            cache offers.
+        computed: tokens whose keys and values are cached, fewer than ``length``; of a waiting sequence, those that the
+            prefix cache offers.
         pages: pages held, or offered.
         idle: of a waiting sequence: offered pages that nobody holds, which admission therefore makes unavailable.
         max_rows: the most rows it may have in a step.
@@ -44,7 +46,7 @@ class Entry(NamedTuple):
     computed: int
     pages: int
     idle: int = 0
-    max_rows: int = 1 << 30
+    max_rows: int = UNLIMITED
 
 
 class Capacity(NamedTuple):

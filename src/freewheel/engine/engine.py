@@ -1,0 +1,418 @@
+"""The engine: requests in, one step after the other, replies out. It knows token ids and nothing of text."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from math import isnan
+from operator import attrgetter
+from typing import NamedTuple
+
+from freewheel.cache.pool import KVPool
+from freewheel.cache.radix import Node, PrefixCache
+from freewheel.config import EngineConfig
+from freewheel.engine.runner import Decoder, Runner, Span, StepResult
+from freewheel.engine.scheduler import UNLIMITED, Capacity, Entry, pages_for, plan
+from freewheel.engine.stopping import cut, max_length, stop_ids
+from freewheel.request import FinishReason, Request, Sequence, StepOutput, TokenLogprobs
+from freewheel.sampling import Sampler, SamplingState, Status, choice_seed, random_seed
+
+# Scoring a prompt needs a row of logits for every token: [rows, vocab_size] must stay small.
+MAX_SCORED_ROWS = 128
+
+_rank = attrgetter("rank")
+
+ERRORS = {
+    Status.EMPTY: "no token is left to draw: masks and truncation exclude every one",
+    Status.NAN: "the model's logits are NaN or infinite",
+}
+
+
+class Engine:
+    """Continuous batching over a paged key-value cache, for one thread.
+
+    Every request that :meth:`add` accepts gets exactly one output with a ``finish_reason`` for each of its choices,
+    except those that :meth:`finish` ends on the caller's own account.
+
+    Args:
+        decoder: the model.
+        pool: its key-value cache, with room for at least one sequence of ``max_model_len`` tokens.
+        config: options; memory and length are already settled in ``pool`` and ``max_model_len``.
+        max_model_len: most tokens of a sequence.
+        vocab_size: width of the logits.
+        valid_vocab_size: ids that the tokenizer knows; only these are drawn and accepted.
+        eos_token_ids: every end-of-sequence id.
+
+    Raises:
+        ValueError: the pool is too small.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        config: EngineConfig,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        valid_vocab_size: int | None = None,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        if pool.num_pages < pages_for(max_model_len, pool.page_size):
+            raise ValueError(
+                f"max_model_len: {max_model_len} tokens do not fit into {pool.num_pages} pages of {pool.page_size}"
+            )
+        self.config = config
+        self.max_model_len = max_model_len
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._pool = pool
+        self._cache = PrefixCache(pool.num_pages, pool.page_size)
+        self._state = SamplingState(
+            config.max_num_seqs,
+            vocab_size,
+            max_model_len,
+            valid_vocab_size=valid_vocab_size,
+            device=pool.page_table.device,
+        )
+        self._runner = Runner(decoder, pool, Sampler(self._state, draw=config.draw))
+        self._slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._requests: dict[str, list[Sequence]] = {}  # choices that have not ended
+        self._waiting: list[Sequence] = []  # by rank
+        self._running: dict[int, Sequence] = {}  # by key
+        self._added = 0
+        self._keys = 0
+        self._outputs: list[StepOutput] = []
+        self.preemptions = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether :meth:`step` has something to do or to tell."""
+        return bool(self._requests or self._outputs)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for one."""
+        return len(self._waiting)
+
+    def validate(self, request: Request) -> None:
+        """Check a request against model and cache. Safe to call from any thread.
+
+        Raises:
+            ValueError: naming what is wrong. Nothing that passes can fail later for what it asks.
+        """
+        prompt, params = request.prompt_ids, request.params
+        valid = self._state.valid_vocab_size
+        if not prompt:
+            raise ValueError("prompt is empty: at least one token is needed")
+        if max(prompt) >= valid or min(prompt) < 0:
+            bad = next(token for token in prompt if not 0 <= token < valid)
+            raise ValueError(f"prompt_token_ids has id {bad}, but the vocabulary has only {valid} tokens")
+        room = self.max_model_len - len(prompt)
+        if room < 0:
+            raise ValueError(f"prompt has {len(prompt)} tokens, the longest sequence is {self.max_model_len}")
+        if room == 0 and params.max_tokens != 0:
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens and leaves no room for output: the longest sequence is "
+                f"{self.max_model_len} (max_tokens=0 only scores the prompt)"
+            )
+        params.check_vocabulary(valid, request.bad_word_ids)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: see :meth:`validate`, or its ``request_id`` is in use.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request_id {request.request_id!r} is in use")
+        self.validate(request)
+        params = request.params
+        seed = params.seed
+        if seed is None:
+            seed = random_seed() if self.config.seed is None else choice_seed(self.config.seed, self._added)
+        sequences = [
+            Sequence(
+                request,
+                index,
+                key=self._keys + index,
+                seed=choice_seed(seed, index),
+                stop_ids=stop_ids(params, self._eos_token_ids),
+                max_length=max_length(params, len(request.prompt_ids), self.max_model_len),
+                node=self._cache.root,
+            )
+            for index in range(params.n)
+        ]
+        self._added += 1
+        self._keys += params.n
+        leader, *followers = sequences
+        for follower in followers:
+            follower.leader = leader
+        leader.followers = followers
+        self._requests[request.request_id] = sequences
+        insort(self._waiting, leader, key=_rank)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at once, with a reply from the next step; a request that is not there is ignored."""
+        for sequence in list(self._requests.get(request_id, ())):
+            self._end(sequence, StepOutput(request_id, sequence.index, finish_reason=FinishReason.ABORT))
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End one choice without a reply: the caller has found its end. One that is not there is ignored."""
+        for sequence in self._requests.get(request_id, ()):
+            if sequence.index == index:
+                self._end(sequence, None)
+                return
+
+    def fail(self, message: str) -> list[StepOutput]:
+        """End all requests, after a step that raised."""
+        for request_id, sequences in list(self._requests.items()):
+            for sequence in list(sequences):
+                output = StepOutput(request_id, sequence.index, finish_reason=FinishReason.ERROR, error=message)
+                self._end(sequence, output)
+        return self._take_outputs()
+
+    def step(self) -> list[StepOutput]:
+        """Run the rows of one step and return what it brought.
+
+        What the decoder raises passes through; the caller then ends the requests with :meth:`fail` or :meth:`abort`.
+        """
+        rows = self._schedule()
+        if rows:
+            result = self._runner.launch([span for _, span in rows]).result()
+            self._retire(rows, result)
+        return self._take_outputs()
+
+    def check(self) -> None:
+        """Verify pages, prefix tree, slots and queues against each other.
+
+        Raises:
+            AssertionError: saying what is wrong.
+        """
+        self._cache.check(sequence.pages for sequence in self._running.values())
+        taken = [sequence.slot for sequence in self._running.values()]
+        assert sorted(taken + self._slots) == list(range(self.config.max_num_seqs)), "a slot is lost or taken twice"
+        assert all(not sequence.pages and sequence.slot < 0 for sequence in self._waiting), "it waits and holds"
+        assert self._waiting == sorted(self._waiting, key=_rank), "the queue is out of order"
+        known = {sequence.key for sequences in self._requests.values() for sequence in sequences}
+        parked = {
+            follower.key for sequence in (*self._waiting, *self._running.values()) for follower in sequence.followers
+        }
+        queued = {sequence.key for sequence in self._waiting}
+        assert known == parked | queued | self._running.keys(), "a sequence is lost"
+        for sequence in self._running.values():
+            row = self._pool.page_table[sequence.slot, : len(sequence.pages)].tolist()
+            assert row == sequence.pages, "a page table differs from what its sequence holds"
+            size = self._pool.page_size
+            assert sequence.computed <= len(sequence.pages) * size
+            assert self._cache.path(sequence.node) == sequence.pages[: sequence.node.depth]
+
+    def _schedule(self) -> list[tuple[Sequence, Span]]:
+        """Plan the step, and do to queues, slots and pages what the plan says."""
+        while True:
+            offers: dict[int, _Offer] = {}
+            running = [_entry(sequence) for sequence in self._running.values()]
+            capacity = Capacity(
+                self.config.max_num_batched_tokens, len(self._slots), self._cache.available, self._pool.page_size
+            )
+            outcome = plan(running, self._candidates(offers), capacity)
+            if outcome.preempt is None:
+                break
+            self._preempt(self._running[outcome.preempt])
+
+        admitted = [offers[key] for key, _ in outcome.rows if key in offers]
+        for offer in admitted:  # all before the first allocation, which must not evict what another one is to share
+            self._cache.retain(offer.pages)
+        for offer in admitted:
+            self._admit(offer)
+        rows = []
+        for key, count in outcome.rows:
+            sequence = self._running[key]
+            self._secure(sequence, sequence.computed + count)
+            rows.append((sequence, _span(sequence, count)))
+        return rows
+
+    def _candidates(self, offers: dict[int, "_Offer"]) -> Iterator[Entry]:
+        """Waiting sequences with what the prefix cache offers them, looked up as the scheduler gets to them."""
+        size = self._pool.page_size
+        for sequence in self._waiting:
+            offer = offers[sequence.key] = self._offer(sequence)
+            idle = sum(map(self._cache.pages.is_idle, offer.pages))
+            pages = len(offer.pages)
+            yield _entry(sequence)._replace(computed=pages * size, pages=pages, idle=idle)
+
+    def _offer(self, sequence: Sequence) -> "_Offer":
+        """Pages that already hold a sequence's beginning."""
+        if self.config.enable_prefix_caching:
+            node = self._cache.match(sequence.tokens, sequence.reusable)
+            return _Offer(sequence, node, self._cache.path(node))
+        choices = self._requests[sequence.request.request_id]  # those that wait have computed nothing
+        furthest = max(choices, key=attrgetter("computed"))
+        shared = min(furthest.computed, sequence.prompt_length, sequence.reusable)
+        return _Offer(sequence, sequence.node, furthest.pages[: shared // self._pool.page_size])
+
+    def _admit(self, offer: "_Offer") -> None:
+        """Give a waiting sequence a slot, the pages it shares, and the rest that its tokens need."""
+        sequence = offer.sequence
+        self._remove_waiting(sequence)
+        self._running[sequence.key] = sequence
+        sequence.slot = slot = self._slots.pop()
+        sequence.node = offer.node
+        sequence.pages = list(offer.pages)
+        sequence.computed = len(sequence.pages) * self._pool.page_size
+        sequence.cached_tokens = min(sequence.computed, sequence.prompt_length) if not sequence.preempted else 0
+        self._pool.set_pages(slot, 0, sequence.pages)
+        self._secure(sequence, len(sequence.tokens))
+        self._state.join(
+            slot,
+            sequence.request.params,
+            sequence.request.prompt_ids,
+            seed=sequence.seed,
+            end_ids=sequence.stop_ids,
+            bad_word_ids=sequence.request.bad_word_ids,
+            output_ids=sequence.output_ids,
+        )
+
+    def _secure(self, sequence: Sequence, tokens: int) -> None:
+        """Make sure of pages for the first ``tokens`` tokens."""
+        held = len(sequence.pages)
+        missing = pages_for(tokens, self._pool.page_size) - held
+        if missing > 0:
+            sequence.pages += self._cache.allocate(missing)
+            self._pool.set_pages(sequence.slot, held, sequence.pages[held:])
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Send a running sequence back to the queue. It keeps its tokens, and computes again what is not cached."""
+        self._vacate(sequence)
+        sequence.computed = 0
+        sequence.node = self._cache.root
+        sequence.preempted = True
+        self.preemptions += 1
+        insort(self._waiting, sequence, key=_rank)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Take slot and pages from a running sequence."""
+        del self._running[sequence.key]
+        self._cache.release(sequence.pages)
+        sequence.pages = []
+        self._state.leave(sequence.slot)
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def _remove_waiting(self, sequence: Sequence) -> None:
+        del self._waiting[bisect_left(self._waiting, sequence.rank, key=_rank)]
+
+    def _retire(self, rows: list[tuple[Sequence, Span]], result: StepResult) -> None:
+        """Hand each sequence what the step brought it."""
+        samples = iter(zip(result.tokens, result.statuses, result.logprobs))
+        scores = iter(result.scores)
+        for sequence, span in rows:
+            sequence.computed += span.rows
+            error = None
+            if span.scored:
+                error = _add_scores(sequence, next(scores))
+            output = StepOutput(sequence.request.request_id, sequence.index)
+            if span.sample:
+                token, status, logprobs = next(samples)
+                error = ERRORS.get(Status(status), error)
+                if error is None:
+                    self._add_token(sequence, token, logprobs, output)
+            elif sequence.computed == len(sequence.tokens):  # nothing but the prompt was asked for
+                output.finish_reason = FinishReason.LENGTH
+            if error is not None:
+                output.finish_reason, output.error = FinishReason.ERROR, error
+            elif self.config.enable_prefix_caching:
+                self._share(sequence)
+            if sequence.computed >= sequence.prompt_length:
+                self._release_followers(sequence)
+                if len(sequence.tokens) <= sequence.prompt_length + 1:
+                    output.prompt_logprobs = sequence.prompt_logprobs
+                    output.cached_tokens = sequence.cached_tokens
+            if output.finish_reason is not None:
+                self._end(sequence, output)
+            elif output.token_ids:
+                self._outputs.append(output)
+
+    def _add_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, output: StepOutput) -> None:
+        room = sequence.max_length - len(sequence.tokens)
+        _, output.finish_reason = cut([token], sequence.stop_ids, room)
+        if output.finish_reason is FinishReason.STOP:
+            output.stop_reason = sequence.stop_ids[token]
+        sequence.tokens.append(token)
+        output.token_ids.append(token)
+        output.logprobs = None if logprobs is None else [logprobs]
+
+    def _share(self, sequence: Sequence) -> None:
+        """Exchange pages with the prefix tree: full ones go in, and what others computed meanwhile is taken over."""
+        size = self._pool.page_size
+        node, replaced = self._cache.advance(
+            sequence.node, sequence.tokens, sequence.pages, sequence.computed, sequence.reusable
+        )
+        sequence.node = node
+        if replaced:
+            first, last = replaced[0], replaced[-1] + 1
+            self._pool.set_pages(sequence.slot, first, sequence.pages[first:last])
+        taken_over = node.depth * size - sequence.computed
+        if taken_over > 0:
+            sequence.computed += taken_over
+            if not sequence.preempted:
+                sequence.cached_tokens += taken_over
+
+    def _release_followers(self, sequence: Sequence) -> None:
+        """Let the choices that wait for this one's prompt join the queue."""
+        for follower in sequence.followers:
+            insort(self._waiting, follower, key=_rank)
+        sequence.followers = []
+
+    def _end(self, sequence: Sequence, output: StepOutput | None) -> None:
+        """Forget a sequence, wherever it is, and leave its reply."""
+        if sequence.slot >= 0:
+            self._vacate(sequence)
+        elif sequence.leader and sequence in sequence.leader.followers:
+            sequence.leader.followers.remove(sequence)
+        else:
+            self._remove_waiting(sequence)
+        self._release_followers(sequence)
+        request_id = sequence.request.request_id
+        self._requests[request_id].remove(sequence)
+        if not self._requests[request_id]:
+            del self._requests[request_id]
+        if output is not None:
+            self._outputs.append(output)
+
+    def _take_outputs(self) -> list[StepOutput]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+
+class _Offer(NamedTuple):
+    """The beginning of a waiting sequence that others have computed."""
+
+    sequence: Sequence
+    node: Node
+    pages: list[int]
+
+
+def _entry(sequence: Sequence) -> Entry:
+    max_rows = MAX_SCORED_ROWS if sequence.scoring else UNLIMITED
+    length, pages = len(sequence.tokens), len(sequence.pages)
+    return Entry(sequence.key, sequence.rank, length, sequence.computed, pages, max_rows=max_rows)
+
+
+def _span(sequence: Sequence, count: int) -> Span:
+    start, known = sequence.computed, len(sequence.tokens)
+    sample = start + count == known < sequence.max_length
+    if not sequence.scoring:
+        return Span(sequence.slot, start, count, sample)
+    assert sequence.prompt_logprobs is not None
+    scored = range(len(sequence.prompt_logprobs) - 1, min(start + count, sequence.prompt_length - 1))
+    return Span(sequence.slot, start, count, sample, scored, sequence.request.params.prompt_logprobs or 0)
+
+
+def _add_scores(sequence: Sequence, scores: list[TokenLogprobs]) -> str | None:
+    """Append to the prompt's log probabilities; return an error if the model failed on them."""
+    assert sequence.prompt_logprobs is not None
+    sequence.prompt_logprobs.extend(scores)
+    return ERRORS[Status.NAN] if any(isnan(score.logprobs[0]) for score in scores) else None
