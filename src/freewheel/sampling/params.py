@@ -1,6 +1,7 @@
 """What a request may ask of the sampler, checked when the request arrives."""
 
 import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -147,8 +148,10 @@ class SamplingParams:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value) if not isinstance(value, int) or abs(value) < 2**64 else "a very large integer"
-    return text if len(text) <= 60 else text[:57] + "..."
+    """A short text for an error. What may be large, or have any ``repr``, is named by its type."""
+    if isinstance(value, int) and abs(value) >= 2**64:
+        return "a very large integer"
+    return reprlib.repr(value) if isinstance(value, (int, float, str, type(None))) else f"a {type(value).__name__}"
 
 
 def _is(value: Any, kind: type) -> bool:

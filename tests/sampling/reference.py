@@ -1,0 +1,66 @@
+"""The sampler's contract in float64, one row at a time, written without looking at speed or at the sampler's code."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from freewheel.sampling import SamplingParams
+
+
+def edited_logits(
+    logits: Sequence[float] | np.ndarray,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int] = (),
+    *,
+    end_ids: Iterable[int] = (),
+    bad_word_ids: Iterable[Sequence[int]] = (),
+) -> np.ndarray:
+    """Masks, bias and penalties."""
+    values = np.array(logits, dtype=np.float64)
+    history = [*prompt, *output]
+    for token in range(len(values)):
+        forbidden = params.allowed_token_ids is not None and token not in params.allowed_token_ids
+        for *before, last in bad_word_ids:
+            forbidden |= token == last and (not before or history[-len(before) :] == before)
+        if len(output) < params.min_tokens:
+            forbidden |= token in end_ids or token in params.stop_token_ids
+        if forbidden:
+            values[token] = -math.inf
+        values[token] += dict(params.logit_bias or ()).get(token, 0.0)
+        if token in history:
+            factor = params.repetition_penalty
+            values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
+        times = list(output).count(token)
+        values[token] -= params.frequency_penalty * times
+        values[token] -= params.presence_penalty if times else 0.0
+    return values
+
+
+def total_order(values: np.ndarray) -> list[int]:
+    """Larger first, then smaller id."""
+    return sorted(range(len(values)), key=lambda token: (-values[token], token))
+
+
+def probabilities(values: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Temperature, top-k, top-p and min-p; of a greedy row, the one token."""
+    order = [token for token in total_order(values) if values[token] > -math.inf]
+    result = np.zeros(len(values))
+    if params.temperature == 0:
+        result[order[0]] = 1.0
+        return result
+    if params.top_k:
+        order = order[: params.top_k]
+    weights = [math.exp((values[token] - values[order[0]]) / params.temperature) for token in order]
+    if params.top_p < 1:
+        target, reached = params.top_p * math.fsum(weights), 0.0
+        for kept, weight in enumerate(weights, 1):
+            reached += weight
+            if reached >= target:
+                weights = weights[:kept]
+                break
+    weights = [weight for weight in weights if weight >= params.min_p]
+    for token, weight in zip(order, weights):
+        result[token] = weight / math.fsum(weights)
+    return result
