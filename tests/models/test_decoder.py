@@ -1,6 +1,6 @@
 """The decoder against transformers: every family and rope scaling, tiny random weights, float32 on both sides."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -71,8 +71,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Checkpoint(dict[str, Tensor]):
+class Checkpoint:
     norm_offset_applied = False
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self.tensors = tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
 
 
 def make_pair(name: str) -> tuple[Any, Decoder]:
@@ -99,7 +111,7 @@ class Sequences:
         self.lengths: dict[int, int] = {}
 
     @torch.inference_mode()
-    def extend(self, tokens: dict[int, Sequence[int]]) -> dict[int, Tensor]:
+    def extend(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         """Appends tokens to each named sequence in one batch; the logits of all their rows."""
         slots, positions = [], []
         for sequence, new in tokens.items():
@@ -182,3 +194,23 @@ def test_chunks_and_decode_steps_in_one_batch(pair: tuple[Any, Decoder]) -> None
         for s, logits in sequences.extend(new).items():
             start, done[s] = done[s], done[s] + counts[s]
             assert_same(logits, expected(reference, texts[s][: done[s]])[start:])
+
+
+def test_refuses_weights_of_another_shape() -> None:
+    _, decoder = make_pair("llama")
+    tensors = dict(make_pair("llama")[0].state_dict()) | {"model.norm.weight": torch.ones(47)}
+    with pytest.raises(ModelError, match=r"'model.norm.weight' has shape \[47\], but the config says \[48\]"):
+        Decoder(decoder.spec, Checkpoint(tensors), dtype=torch.float32)
+
+
+def test_gemma_refuses_float16() -> None:
+    reference, decoder = make_pair("gemma3")
+    with pytest.raises(ModelError, match="overflows in float16"):
+        Decoder(decoder.spec, Checkpoint(reference.state_dict()), dtype=torch.float16)
+
+
+def test_cache_bytes() -> None:
+    _, decoder = make_pair("qwen3")
+    shape = kv_cache_shape(decoder.spec, num_pages=5, page_size=PAGE)
+    layers = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(decoder.spec.num_layers)]
+    assert kv_bytes_per_token(decoder.spec, torch.bfloat16) * 5 * PAGE == sum(layer.nbytes for layer in layers)

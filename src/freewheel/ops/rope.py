@@ -96,6 +96,6 @@ def rotation(positions: Tensor, frequencies: Tensor, attention_factor: float, dt
 
 
 def rotate_(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates [rows, heads, head_dim] in place; dimension i is paired with i + head_dim / 2, as in Hugging Face files."""
+    """Rotates [rows, heads, head_dim] in place, each dimension i < head_dim / 2 with dimension i + head_dim / 2."""
     partners = x.roll(x.shape[-1] // 2, dims=-1)
     return x.mul_(rotation.cos).addcmul_(partners, rotation.sin)

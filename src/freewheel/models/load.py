@@ -1,0 +1,76 @@
+"""From a model's name to something that can run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from freewheel.models.errors import ModelError
+from freewheel.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from freewheel.models.decoder import Decoder
+    from freewheel.models.tokenizer import Tokenizer
+    from freewheel.models.weights import Weights
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model, ready to run, and the file or folder that it came from."""
+
+    path: Path
+    spec: ModelSpec
+    decoder: "Decoder"
+    tokenizer: "Tokenizer"
+
+
+def load(name_or_path: str | Path, *, dtype: DType = "auto", device: torch.device | str = "cpu") -> LoadedModel:
+    """Finds a model (see :func:`freewheel.models.store.resolve`) and loads it.
+
+    Args:
+        dtype: "auto" keeps quantised weights as they are, with bfloat16 activations, and runs others in the
+            checkpoint's own type. Any other value expands quantised weights to that type; "float32" is the exact mode.
+
+    Raises:
+        ModelError: the model cannot be found, read or run.
+        ValueError: ``dtype`` is not one of the above.
+    """
+    if dtype not in get_args(DType):
+        raise ValueError(f"dtype must be one of {', '.join(get_args(DType))}, not {dtype!r}")
+    from freewheel.models.decoder import Decoder
+    from freewheel.models.store import resolve
+
+    path = resolve(name_or_path)
+    config, weights, tokenizer = _read_gguf(path) if path.suffix == ".gguf" else _read_folder(path)
+    try:
+        spec = ModelSpec.from_config(config)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+    decoder = Decoder(spec, weights, dtype=_activation_dtype(dtype, config), device=device, quantize=dtype == "auto")
+    return LoadedModel(path, spec, decoder, tokenizer)
+
+
+def _read_gguf(path: Path) -> "tuple[dict[str, Any], Weights, Tokenizer]":
+    from freewheel.models.gguf import GGUFWeights, gguf_config, read_gguf
+    from freewheel.models.tokenizer import Tokenizer
+
+    file = read_gguf(path)
+    return gguf_config(file), GGUFWeights(file), Tokenizer.from_gguf(file.metadata)
+
+
+def _read_folder(path: Path) -> "tuple[dict[str, Any], Weights, Tokenizer]":
+    from freewheel.models.tokenizer import Tokenizer
+    from freewheel.models.weights import SafetensorsWeights, folder_config
+
+    return folder_config(path), SafetensorsWeights(path), Tokenizer.from_folder(path)
+
+
+def _activation_dtype(dtype: DType, config: dict[str, Any]) -> torch.dtype:
+    """For "auto" the checkpoint's type (a GGUF file names none), with bfloat16, which has its range, for float16."""
+    if dtype == "auto":
+        stored = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        return torch.float32 if stored == "float32" else torch.bfloat16
+    return getattr(torch, dtype)
