@@ -1,11 +1,11 @@
 """A decoder whose only memory is the paged cache: any mistake with pages, chunks or sharing changes its tokens.
 
-Its keys hold token ids and its values positions. A row reads back the whole history of its sequence through the page
-table, refuses to go on if a position is not where it should be, and answers with logits that are a hash of exactly these
-tokens.
+Its keys hold token ids and its values positions, counted from 1. A row reads back the whole history of its sequence
+through the page table, refuses to go on if a position is not where it should be, and answers with logits that are a
+hash of exactly these tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,23 +33,23 @@ class MockDecoder:
         self.before: Callable[[RowBatch], None] = lambda batch: None
         self.poison: Callable[[list[int]], float | None] = lambda history: None
 
-    def forward(self, batch: RowBatch, kv: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: RowBatch, kv: Sequence[Tensor]) -> Tensor:
         self.before(batch)
         self.batches.append(batch)
         self.rows += len(batch.token_ids)
-        keys, values = (tensor.view(-1) for tensor in kv[0])
-        page_size = kv[0][0].shape[1]
+        keys, values = kv[0].view(2, -1)
+        page_size = kv[0].shape[3]
         assert len(batch.token_ids) == sum(batch.row_counts)
         assert len(set(batch.kv_slots.tolist())) == len(batch.kv_slots), "two rows write to one place"
         keys[batch.kv_slots] = batch.token_ids
-        values[batch.kv_slots] = batch.positions
+        values[batch.kv_slots] = batch.positions + 1
         logits = torch.empty(sum(batch.row_counts), self.vocab_size)
         first = 0
         for pages, rows, length in zip(batch.page_table, batch.row_counts, batch.kv_lengths):
             positions = torch.arange(length)
             places = pages[positions // page_size] * page_size + positions % page_size
             assert batch.positions[first : first + rows].tolist() == list(range(length - rows, length))
-            assert torch.equal(values[places], positions), "a place in the cache was not written for this history"
+            assert torch.equal(values[places], positions + 1), "a place in the cache was not written for this history"
             history = keys[places].numpy()
             for row in range(rows):
                 logits[first + row] = self._logits(history[: length - rows + row + 1])
@@ -80,9 +80,9 @@ def make_engine(
     caching: bool = True,
     seed: int | None = None,
 ) -> tuple[Engine, MockDecoder]:
-    """An engine over the mock decoder. Unwritten places hold impossible positions."""
+    """An engine over the mock decoder."""
     decoder = MockDecoder()
-    layers = [(torch.full((pages, page_size), -1), torch.full((pages, page_size), -1))]
+    storage = torch.full((1, 2, 1, pages, page_size, 1), -1)
     config = EngineConfig(
         max_num_seqs=slots,
         max_num_batched_tokens=budget,
@@ -90,7 +90,7 @@ def make_engine(
         enable_prefix_caching=caching,
         seed=seed,
     )
-    pool = KVPool(layers, slots=slots, max_length=max_model_len)
+    pool = KVPool(storage, slots=slots, max_length=max_model_len)
     engine = Engine(decoder, pool, config, max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids={EOS})
     return engine, decoder
 

@@ -71,21 +71,34 @@ def available_memory(device: torch.device) -> int:
 class KVPool:
     """Keys and values of all layers in pages, and which pages each slot has.
 
+    Args:
+        storage: [layers, 2 (keys, values), kv_heads, num_pages, page_size, head_dim]; need not be initialised.
+        slots: sequences that can run at once.
+        max_length: most tokens of a sequence.
+
     Attributes:
-        layers: for each layer its key and value tensor, [num_pages, page_size, kv_heads, head_dim].
+        layers: each layer's part of the storage.
         page_table: int64 [slots, max_pages], page numbers in position order; what lies behind a sequence's last page is
             left over from earlier ones and never read.
     """
 
-    def __init__(self, layers: list[tuple[Tensor, Tensor]], *, slots: int, max_length: int) -> None:
-        self.layers = layers
-        self.num_pages, self.page_size = layers[0][0].shape[:2]
+    def __init__(self, storage: Tensor, *, slots: int, max_length: int) -> None:
+        self._storage = storage
+        self.layers = list(storage)
+        self.num_pages, self.page_size = storage.shape[3:5]
         max_pages = -(-max_length // self.page_size)
-        self.page_table = torch.zeros(slots, max_pages, dtype=torch.int64, device=layers[0][0].device)
+        self.page_table = torch.zeros(slots, max_pages, dtype=torch.int64, device=storage.device)
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Write a slot's pages from entry ``first`` on."""
         self.page_table[slot, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int64)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero pages for a new holder.
+
+        Attention may read the rest of a last page with weight zero, and zero times a NaN left there would be NaN.
+        """
+        self._storage.index_fill_(3, torch.tensor(pages, device=self._storage.device), 0)
 
 
 def _gib(size: int) -> str:

@@ -228,10 +228,14 @@ class Engine:
         for offer in admitted:
             self._admit(offer)
         rows = []
+        fresh: list[int] = []
         for key, count in outcome.rows:
             sequence = self._running[key]
-            self._secure(sequence, sequence.computed + count)
+            tokens = len(sequence.tokens) if key in offers else sequence.computed + count
+            fresh += self._secure(sequence, tokens)
             rows.append((sequence, _span(sequence, count)))
+        if fresh:
+            self._pool.clear(fresh)
         return rows
 
     def _candidates(self, offers: dict[int, "_Offer"]) -> Iterator[Entry]:
@@ -254,7 +258,7 @@ class Engine:
         return _Offer(sequence, sequence.node, furthest.pages[: shared // self._pool.page_size])
 
     def _admit(self, offer: "_Offer") -> None:
-        """Give a waiting sequence a slot, the pages it shares, and the rest that its tokens need."""
+        """Give a waiting sequence a slot and the pages it shares."""
         sequence = offer.sequence
         self._remove_waiting(sequence)
         self._running[sequence.key] = sequence
@@ -264,7 +268,6 @@ class Engine:
         sequence.computed = len(sequence.pages) * self._pool.page_size
         sequence.cached_tokens = min(sequence.computed, sequence.prompt_length) if not sequence.preempted else 0
         self._pool.set_pages(slot, 0, sequence.pages)
-        self._secure(sequence, len(sequence.tokens))
         self._state.join(
             slot,
             sequence.request.params,
@@ -275,13 +278,16 @@ class Engine:
             output_ids=sequence.output_ids,
         )
 
-    def _secure(self, sequence: Sequence, tokens: int) -> None:
-        """Make sure of pages for the first ``tokens`` tokens."""
+    def _secure(self, sequence: Sequence, tokens: int) -> list[int]:
+        """Make sure of pages for the first ``tokens`` tokens; return the new ones."""
         held = len(sequence.pages)
         missing = pages_for(tokens, self._pool.page_size) - held
-        if missing > 0:
-            sequence.pages += self._cache.allocate(missing)
-            self._pool.set_pages(sequence.slot, held, sequence.pages[held:])
+        if missing <= 0:
+            return []
+        pages = self._cache.allocate(missing)
+        sequence.pages += pages
+        self._pool.set_pages(sequence.slot, held, pages)
+        return pages
 
     def _preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue. It keeps its tokens, and computes again what is not cached."""

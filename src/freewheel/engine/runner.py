@@ -21,7 +21,7 @@ from freewheel.sampling import Logprobs, Sampler, SampleRows, Samples, prompt_lo
 class Decoder(Protocol):
     """What the engine asks of a model."""
 
-    def forward(self, batch: RowBatch, kv: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: RowBatch, kv: Sequence[Tensor]) -> Tensor:
         """Logits [len(batch.logit_rows), vocab_size], any float type; keys and values go to ``kv``."""
         ...
 
