@@ -28,21 +28,34 @@ class TensorType:
     unpack: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
 
 
+_LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
+_SIGN_BITS = -0x7F7F7F7F7F7F7F80  # 0x80 in each byte
+# Eight bytes for each byte, from its bits: 0 or 16.
+_FIFTH_BITS = ((torch.arange(256)[:, None] >> torch.arange(8) & 1) << 4).to(torch.uint8).view(torch.int64).flatten()
+
+
 def _float16(blocks: Tensor, start: int) -> Tensor:
     """float32 [blocks, 1] from the two bytes at ``start``."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).to(torch.float32)
 
 
+def _words(data: Tensor) -> Tensor:
+    """int64 [blocks, n / 8] from uint8 [blocks, n]: a copy, since the bytes of a file are not aligned for it."""
+    return data.clone(memory_format=torch.contiguous_format).view(torch.int64)
+
+
 def _nibbles(packed: Tensor, run: int) -> Tensor:
     """[blocks, n] bytes to [blocks, 2n] values: of each ``run`` bytes first all low nibbles, then all high ones."""
-    runs = packed.unflatten(1, (-1, 1, run))
-    return torch.cat([runs & 0xF, runs >> 4], dim=2).flatten(1)
+    words = _words(packed)
+    halves = torch.stack([words & _LOW_NIBBLES, (words >> 4) & _LOW_NIBBLES])
+    # As elements of 16 bytes, because moving single bytes is six times slower.
+    halves = halves.view(torch.complex128).unflatten(2, (-1, run // 16))
+    return halves.permute(1, 2, 0, 3).contiguous().view(packed.shape[0], -1).view(torch.uint8)
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
     """[blocks, 4] bytes to [blocks, 32] values 0 or 16."""
-    bits = torch.arange(8, dtype=torch.uint8)
-    return (((packed[:, :, None] >> bits) & 1) << 4).flatten(1)
+    return _FIFTH_BITS.index_select(0, packed.flatten().to(torch.int32)).view(torch.uint8).view(-1, 32)
 
 
 def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +78,8 @@ def _q5_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale = _float16(blocks, 0)
-    return blocks[:, 2:] ^ 0x80, scale, -128 * scale  # the exclusive or adds 128 to a signed byte
+    values = (_words(blocks[:, 2:]) ^ _SIGN_BITS).view(torch.uint8)  # flipping its sign bit adds 128 to a signed byte
+    return values, scale, -128 * scale
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
