@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from freewheel.sampling import SampleRows, Sampler, Samples, SamplingParams, SamplingState
+from freewheel.sampling import Sampler, SampleRows, Samples, SamplingParams, SamplingState
 
 Draw = Literal["two_level", "gumbel", "multinomial"]
 

@@ -40,7 +40,7 @@ def test_integers_numpy_and_torch_give_the_same_bits() -> None:
 
 def test_uniform_numbers_are_inside_the_open_interval_and_symmetric() -> None:
     ends = uniform(torch.tensor([0, 2**32 - 1]))
-    assert 0 < ends[0]
+    assert ends[0] > 0
     assert ends[1] < 1
     assert ends[0] == 1 - ends[1]
 
