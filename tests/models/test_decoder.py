@@ -8,7 +8,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from freewheel.models.decoder import Decoder, kv_cache_shape
+from freewheel.models import ModelError
+from freewheel.models.decoder import Decoder, kv_bytes_per_token, kv_cache_shape
 from freewheel.models.spec import ModelSpec
 from freewheel.ops.rows import RowBatch
 

@@ -28,6 +28,7 @@ _GEMMA3_DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
     "max_position_embeddings": 131_072,
     "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
     "tie_word_embeddings": True,
 }
 
