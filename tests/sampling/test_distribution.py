@@ -112,15 +112,19 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("draw", ["two_level", "gumbel", "multinomial"])
-@pytest.mark.parametrize("fields", GRID, ids=str)
-def test_draws_follow_the_distribution(fields: dict[str, Any], draw: Draw) -> None:
+@pytest.mark.parametrize(
+    ("draw", "fields"),
+    [("two_level", fields) for fields in GRID]
+    + [(draw, fields) for draw in ("gumbel", "multinomial") for fields in (GRID[0], GRID[9], GRID[14])],
+    ids=str,
+)
+def test_draws_follow_the_distribution(draw: Draw, fields: dict[str, Any]) -> None:
     generator = np.random.default_rng(2)
     logits = torch.from_numpy(generator.normal(size=VOCAB) * 2).bfloat16()
     logits[10:20] = logits[0]
     params = SamplingParams(**fields)
     torch.manual_seed(3)
-    tokens = sample_many(logits, params, 2500, draw=draw)
+    tokens = sample_many(logits, params, 2000, draw=draw)
     values = edited_logits(logits.float().numpy(), params, [0])
     assert p_value(tokens, probabilities(values, params)) > 1e-3
 
@@ -133,14 +137,14 @@ def test_draws_from_several_blocks_follow_the_distribution(vocab: int, dtype: to
     logits = torch.from_numpy(generator.normal(size=vocab) * 3).to(dtype)
     params = SamplingParams(temperature=1.3)
     torch.manual_seed(4)
-    tokens = sample_many(logits, params, 10_000 if draw != "gumbel" else 3_000, draw=draw)
+    tokens = sample_many(logits, params, 2_000 if draw == "gumbel" else 8_000, draw=draw)
     assert p_value(tokens, probabilities(logits.double().numpy(), params)) > 1e-3
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_the_first_draws_of_many_seeds_follow_the_distribution(temperature: float) -> None:
     # A draft is verified by drawing at its nodes: over seeds, each position alone must follow the target.
-    slots = torch.arange(4000)
+    slots = torch.arange(3000)
     state = SamplingState(len(slots), 8, 4)
     for slot in slots.tolist():
         state.join(slot, SamplingParams(temperature=temperature, top_k=6, top_p=0.97), [0], seed=slot)

@@ -1,5 +1,7 @@
 """Philox4x32-10: known answers, the same bits everywhere, uniform numbers strictly inside (0, 1)."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,8 @@ KNOWN = [
 def test_known_answers(counter: str, key: str, expected: str) -> None:
     c, k, words = ([int(word, 16) for word in text.split()] for text in (counter, key, expected))
     assert list(philox4x32((c[0], c[1], c[2], c[3]), (k[0], k[1]))) == words
-    for make in (lambda x: np.array([x]), lambda x: torch.tensor([x])):
+    makers: list[Any] = [lambda word: np.array([word]), lambda word: torch.tensor([word])]
+    for make in makers:
         found = philox4x32((make(c[0]), make(c[1]), make(c[2]), make(c[3])), (make(k[0]), make(k[1])))
         assert [int(word[0]) for word in found] == words
 

@@ -70,17 +70,19 @@ class Gumbel:
     """
 
     def rows(self, logits: Tensor, maxima: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        ids = torch.arange(logits.shape[1], device=logits.device)
+        quads = torch.arange(-(-logits.shape[1] // 4), device=logits.device)
+        words = self._words(seeds[:, None], positions[:, None], quads).flatten(1)[:, : logits.shape[1]]
         scores = (logits.double() - maxima.amax(1, keepdim=True)) / temperatures[:, None]
-        return (scores + self._noise(ids, seeds[:, None], positions[:, None])).argmax(1)
+        return (scores + gumbel_noise(words)).argmax(1)
 
     def survivors(self, ids: Tensor, scores: Tensor, seed: int, position: int) -> Tensor:
-        return ids[(scores + self._noise(ids, ids.new_tensor(seed), ids.new_tensor(position))).argmax()]
+        words = self._words(ids.new_tensor(seed), ids.new_tensor(position), ids >> 2)
+        return ids[(scores + gumbel_noise(words.gather(1, (ids & 3)[:, None])[:, 0])).argmax()]
 
     @staticmethod
-    def _noise(ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        words = torch.stack(philox(seeds, positions, ids >> 2, NOISE))
-        return gumbel_noise(words.gather(0, (ids & 3).expand_as(words[0])[None])[0])
+    def _words(seeds: Tensor, positions: Tensor, quads: Tensor) -> Tensor:
+        """The random words of four ids at a time, int64 [..., quads, 4]."""
+        return torch.stack(philox(seeds, positions, quads, NOISE), -1)
 
 
 class Multinomial:

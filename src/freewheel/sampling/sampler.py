@@ -1,5 +1,6 @@
 """From logits to tokens."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -134,30 +135,29 @@ class Sampler:
             tokens[rows] = self._draw.rows(
                 _take(logits, rows), maxima[rows], state.temperatures[keys], state.seeds[keys], positions[rows]
             )
-        for row in truncated.nonzero().flatten().tolist():
-            key = slots[row : row + 1]
-            ids, scores = self._survivors(logits[row], key)
-            tokens[row] = self._draw.survivors(ids, scores, int(state.seeds[key]), int(positions[row]))
+        rows = truncated.nonzero().flatten()
+        for row, limits, seed, position in zip(
+            rows.tolist(), self._limits(slots[rows]), state.seeds[slots[rows]].tolist(), positions[rows].tolist()
+        ):
+            tokens[row] = self._draw.survivors(*survivors(logits[row], *limits), seed, position)
         return tokens, status.to(torch.uint8)
 
-    def _survivors(self, logits: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    def _limits(self, slots: Tensor) -> Iterable[tuple[float, int, float, float]]:
+        """Temperature, top-k, top-p and min-p of each slot."""
         state = self.state
-        return survivors(
-            logits,
-            float(state.temperatures[slot]),
-            int(state.top_k[slot]),
-            float(state.top_p[slot]),
-            float(state.min_p[slot]),
+        return zip(
+            *(setting[slots].tolist() for setting in (state.temperatures, state.top_k, state.top_p, state.min_p))
         )
 
     def _processed(self, logits: Tensor, slot: Tensor) -> Tensor:
         """The scores of one row after everything, [vocab]; a greedy row is left at temperature 1, untruncated."""
-        temperature = float(self.state.temperatures[slot])
+        [limits] = self._limits(slot[None])
+        temperature = limits[0]
         if temperature == 0.0:
             return logits
         if not self.state.truncated[slot]:
             return (logits.double() - logits.max()) / temperature
-        ids, kept = self._survivors(logits, slot)
+        ids, kept = survivors(logits, *limits)
         return torch.full_like(logits, -torch.inf, dtype=torch.float64).index_put_((ids,), kept)
 
 
