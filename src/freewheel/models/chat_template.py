@@ -17,26 +17,30 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 
-def render(source: str, messages: Sequence[Message], **variables: Any) -> str:
-    """Render ``messages``; ``variables`` are what else the template may name (``tools``, ``bos_token``, ...).
+def render(
+    source: str, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, **variables: Any
+) -> str:
+    """Render ``messages``; ``variables`` are what else the template may name (``bos_token``, ...).
 
     Raises:
-        ValueError: the messages are malformed, the template is not valid Jinja, or it rejects the messages.
+        ValueError: messages or tools are malformed, the template is not valid Jinja, or it rejects the messages.
     """
-    checked = [_checked(message, number) for number, message in enumerate(_checked_list(messages))]
+    checked = [_checked(message, number) for number, message in enumerate(_checked_list("messages", messages))]
+    if not checked:
+        raise ValueError("messages must not be empty")
+    if tools is not None and not all(isinstance(tool, Mapping) for tool in _checked_list("tools", tools)):
+        raise ValueError("tools must be a list of mappings, the JSON schemas of functions")
     template = _compiled(source)
     try:
-        return template.render(messages=checked, **variables)
+        return template.render(messages=checked, tools=tools, **variables)
     except Exception as error:  # template code can raise anything: a missing field, str + None, its own refusal
         raise ValueError(f"the chat template cannot render these messages: {error}") from error
 
 
-def _checked_list(messages: Any) -> Sequence[Any]:
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise ValueError(f"messages must be a list of messages, not {type(messages).__name__}")
-    if not messages:
-        raise ValueError("messages must not be empty")
-    return messages
+def _checked_list(name: str, values: Any) -> Sequence[Any]:
+    if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
+        raise ValueError(f"{name} must be a list, not {type(values).__name__}")
+    return values
 
 
 def _checked(message: Any, number: int) -> dict[str, Any]:

@@ -30,10 +30,6 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
     added = backend.get_added_tokens_decoder()
     model_config = read_json(folder / "config.json")
     prefix_ids, suffix_ids = _begin_and_end(backend)
-    if config.get("add_bos_token") and bos is not None and bos not in prefix_ids:
-        prefix_ids = [bos, *prefix_ids]
-    if config.get("add_bos_token") is False:
-        prefix_ids = [id for id in prefix_ids if id != bos]
     return Tokenizer(
         LibraryEncoder(backend),
         token_text=backend.id_to_token,
@@ -78,7 +74,7 @@ def _ids(value: Any) -> set[int]:
 
 
 def _begin_and_end(backend: Any) -> tuple[list[int], list[int]]:
-    """The ids that the post-processor puts before and after a text."""
+    """The ids that the post-processor puts before and after a text; it has the last word, whatever else a file says."""
     bare = backend.encode("a", add_special_tokens=False).ids
     whole = backend.encode("a", add_special_tokens=True).ids
     for start in range(len(whole) - len(bare) + 1):

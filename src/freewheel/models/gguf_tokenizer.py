@@ -9,8 +9,8 @@ The reference is the tokenizer the model was trained with, which for the support
   each place, and never merge with their neighbours: 40 spaces before a word are the tokens of 31 and of 9 spaces, and
   the word has none of its own.
 
-transformers rebuilds a tokenizer from the same metadata: it leaves out SmolLM's digits and user-defined tokens'
-precedence, so it differs on numbers and on runs of spaces.
+transformers (5.17) rebuilds a tokenizer from the same metadata and differs: it leaves out SmolLM's digits, and it ranks
+Gemma's merges otherwise, so that ordinary words come in more pieces ("▁world" as "▁w", "or", "ld").
 """
 
 from collections.abc import Mapping, Sequence
@@ -137,9 +137,10 @@ def _added_ids(tokens: Sequence[str], ids: Mapping[int, list[int]]) -> dict[str,
 
 
 def _byte_ids(tokens: Sequence[str], ids: Mapping[int, list[int]]) -> dict[int, int]:
+    spelt = {f"<0x{byte:02X}>": byte for byte in range(256)}
     try:
-        return {int(tokens[id].removeprefix("<0x").removesuffix(">"), 16): id for id in ids[_BYTE]}
-    except ValueError as error:
+        return {spelt[tokens[id]]: id for id in ids[_BYTE]}
+    except KeyError as error:
         raise ModelError(f"the GGUF file has a byte token that is not spelt <0x00> to <0xFF>: {error}") from error
 
 

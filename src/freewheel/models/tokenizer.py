@@ -174,7 +174,7 @@ class Tokenizer:
         return render(
             source,
             messages,
-            tools=list(tools) if tools else None,
+            tools=tools or None,
             add_generation_prompt=add_generation_prompt,
             **(self._named_tokens | variables),
         )
