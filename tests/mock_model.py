@@ -30,7 +30,7 @@ class MockDecoder:
         self.vocab_size = vocab_size
         self.rows = 0
         self.batches: list[RowBatch] = []
-        self.before: Callable[[RowBatch], None] = lambda batch: None
+        self.before: Callable[[RowBatch], object] = lambda batch: None
         self.poison: Callable[[list[int]], float | None] = lambda history: None
 
     def forward(self, batch: RowBatch, kv: Sequence[Tensor]) -> Tensor:

@@ -166,18 +166,10 @@ class Engine:
                 self._end(sequence, None)
                 return
 
-    def fail(self, message: str) -> list[StepOutput]:
-        """End all requests, after a step that raised."""
-        for request_id, sequences in list(self._requests.items()):
-            for sequence in list(sequences):
-                output = StepOutput(request_id, sequence.index, finish_reason=FinishReason.ERROR, error=message)
-                self._end(sequence, output)
-        return self._take_outputs()
-
     def step(self) -> list[StepOutput]:
         """Run the rows of one step and return what it brought.
 
-        What the decoder raises passes through; the caller then ends the requests with :meth:`fail` or :meth:`abort`.
+        What the decoder raises passes through; the caller then has to :meth:`abort` what it had added.
         """
         rows = self._schedule()
         if rows:

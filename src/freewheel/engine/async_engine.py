@@ -1,0 +1,183 @@
+"""The engine for asynchronous use: it runs in a thread of its own, and text is made on the event loop.
+
+The two sides exchange plain messages, as they would from process to process: requests and their ends go in through an
+inbox, the outputs of each step come back as one call on the loop.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from itertools import count
+from queue import SimpleQueue
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from freewheel.engine.engine import Engine
+from freewheel.engine.inputs import Prompt, make_request
+from freewheel.engine.outputs import Reply, RequestOutput
+from freewheel.request import Request, StepOutput
+from freewheel.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from freewheel.models.tokenizer import Tokenizer
+
+
+class Abort(NamedTuple):
+    """End a request."""
+
+    request_id: str
+
+
+class Finish(NamedTuple):
+    """End one choice that has met a stop string."""
+
+    request_id: str
+    choice: int
+
+
+class Close(NamedTuple):
+    """End the thread."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine takes no more requests: it was closed, or a step raised."""
+
+
+class AsyncEngine:
+    """Use it as ``async with AsyncEngine(engine, tokenizer) as engine``, from one event loop.
+
+    Args:
+        engine: not to be used by anyone else from here on.
+        tokenizer: the model's.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: "Tokenizer") -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._inbox: SimpleQueue[Request | Abort | Finish | Close] = SimpleQueue()
+        self._active: dict[str, _Active] = {}  # by the engine's id
+        self._names: dict[str, str] = {}  # user's id -> engine's id
+        self._ids = count()
+        self._dead: str | None = "the engine was not started"
+
+    async def __aenter__(self) -> "AsyncEngine":
+        self._loop = asyncio.get_running_loop()
+        self._dead = None
+        self._thread = threading.Thread(target=self._run, name="freewheel-engine", daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._die("the engine was closed")
+        self._inbox.put(Close())
+        await asyncio.to_thread(self._thread.join)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Continue a prompt and yield its state whenever it has news, the last time with ``finished``.
+
+        A reader that is slower than the engine gets several steps' news in one. Cancelling the reader, or closing the
+        iterator, aborts the request.
+
+        Args:
+            prompt: text, token ids, or a mapping with ``prompt_token_ids``.
+            sampling_params: None for the defaults.
+            request_id: a name for :meth:`abort`, unique among unfinished requests.
+            priority: smaller is more urgent.
+
+        Raises:
+            ValueError: the prompt or a parameter is wrong.
+            EngineDeadError: the engine takes no more requests. One that it had taken ends with the reason "error".
+        """
+        engine_id = str(next(self._ids))
+        name = engine_id if request_id is None else request_id
+        # In another thread, as tokenising a long prompt takes long.
+        request, text = await asyncio.to_thread(
+            make_request, self._tokenizer, engine_id, prompt, sampling_params, priority
+        )
+        self._engine.validate(request)
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        if name in self._names:
+            raise ValueError(f"request_id {name!r} is in use")
+        active = self._active[engine_id] = _Active(Reply(request, text, self._tokenizer, request_id=name))
+        self._names[name] = engine_id
+        self._inbox.put(request)
+        try:
+            while not active.reply.finished:
+                await active.news.wait()
+                active.news.clear()
+                if (output := active.reply.take()) is not None:
+                    yield output
+        finally:
+            if not active.reply.finished:
+                self._inbox.put(Abort(engine_id))
+            del self._active[engine_id], self._names[name]
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its iterator comes to its end with the reason "abort". Safe to call from any thread."""
+        engine_id = self._names.get(request_id)
+        if engine_id is not None:
+            self._inbox.put(Abort(engine_id))
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        """On the loop: hand a step's outputs to their readers."""
+        for output in outputs:
+            active = self._active.get(output.request_id)
+            if active is None:  # its reader has left
+                continue
+            try:
+                if active.reply.add(output):
+                    self._inbox.put(Finish(output.request_id, output.index))
+            except Exception as error:
+                active.reply.fail(f"{type(error).__name__}: {error}")
+                self._inbox.put(Abort(output.request_id))
+            active.news.set()
+
+    def _die(self, message: str) -> None:
+        """On the loop: take no more requests, and end all that have no end yet."""
+        self._dead = self._dead or message
+        for active in self._active.values():
+            active.reply.fail(message)
+            active.news.set()
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        try:
+            while self._receive():
+                outputs = self._engine.step()
+                if outputs:
+                    self._loop.call_soon_threadsafe(self._deliver, outputs)
+        except BaseException as error:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._die, f"the engine failed: {type(error).__name__}: {error}")
+
+    def _receive(self) -> bool:
+        """Take in what has arrived, and wait for something if there is nothing to do; False at the end."""
+        while not self._inbox.empty() or not self._engine.has_unfinished:
+            match self._inbox.get():
+                case Request() as request:
+                    self._engine.add(request)
+                case Abort(request_id):
+                    self._engine.abort(request_id)
+                case Finish(request_id, choice):
+                    self._engine.finish(request_id, choice)
+                case Close():
+                    return False
+        return True
+
+
+class _Active:
+    """A request with a reader."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+        self.news = asyncio.Event()
