@@ -217,15 +217,26 @@ class TestNamesAndConfiguration:
     @pytest.mark.parametrize(
         ("metadata", "message"),
         [
-            ({"llama.block_count": "two"}, r"llama\.block_count is 'two'; a positive integer"),
+            ({"llama.block_count": "two"}, r"llama\.block_count is 'two'; an integer from 1 up"),
             ({"llama.block_count": 0}, r"llama\.block_count is 0"),
             ({"llama.block_count": 2**32 - 1}, "lacks tensors of some of its 4294967295 layers"),
-            ({"llama.attention.head_count": [2, 2]}, "head_count is .*; a positive integer"),
+            ({"llama.attention.head_count": [2, 2]}, "head_count is array.*; an integer from 1 up"),
             ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "rms_epsilon is nan"),
             ({"llama.attention.value_length": 8}, "value_length differs from the head size 16"),
             ({"llama.rope.dimension_count": 8}, "dimension_count differs from the head size 16"),
             ({"llama.embedding_length": 64}, "'token_embd.weight' with rows of 64"),
             ({"llama.expert_count": 8}, "experts"),
+            ({"llama.expert_count": [8, 8]}, "expert_count is array"),
+            ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'; linear and yarn are supported"),
+            ({"llama.rope.scaling.type": [1, 2]}, "rope.scaling.type is array"),
+            (
+                {
+                    "llama.rope.scaling.type": "yarn",
+                    "llama.rope.scaling.factor": 4.0,
+                    "llama.rope.scaling.attn_factor": 0.5,
+                },
+                "attn_factor differs from 1",
+            ),
         ],
     )
     def test_facts_that_are_wrong_or_not_supported(
@@ -235,7 +246,7 @@ class TestNamesAndConfiguration:
             gguf_config(read_gguf(small_llama(tmp_path / "a.gguf", metadata)))
 
     def test_a_missing_fact_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match=r"a\.gguf: lacks the metadata llama\.embedding_length"):
+        with pytest.raises(ModelError, match=r"a\.gguf: llama\.embedding_length is missing"):
             gguf_config(read_gguf(write_gguf(tmp_path / "a.gguf", "llama", {}, {})))
 
     def test_other_architectures_are_refused(self, tmp_path: Path) -> None:
@@ -308,9 +319,9 @@ class TestDamagedFiles:
     @pytest.mark.parametrize(
         ("dimensions", "kind", "offset", "message"),
         [
-            ((32,), 0, 64, r"'w' ends at byte \d+, the file at \d+"),
-            ((32,), 0, 2**63, "'w' ends at byte"),
-            ((2**63, 2**63), 0, 0, "'w' ends at byte"),
+            ((32,), 0, 64, r"'w' ends at \d+, the file at \d+"),
+            ((32,), 0, 2**63, "'w' ends at"),
+            ((2**63, 2**63), 0, 0, "'w' ends at"),
             ((32,), 0, 4, "not a multiple of the alignment"),
             ((31,), 8, 0, r"type Q8_0 has shape \(31,\)"),
             ((0, 32), 0, 0, "has shape"),
@@ -356,6 +367,8 @@ class TestDamagedFiles:
             read_gguf(path)
         with pytest.raises(ModelError, match=r"b\.gguf: is one part of 3"):
             read_gguf(small_llama(tmp_path / "b.gguf", {"split.count": 3}))
+        with pytest.raises(ModelError, match=r"c\.gguf: is one part of"):
+            read_gguf(small_llama(tmp_path / "c.gguf", {"split.count": [1, 2]}))
 
     def test_missing_files_and_folders(self, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"a\.gguf: cannot be read: No such file"):
@@ -367,7 +380,7 @@ class TestDamagedFiles:
         content = small_llama(tmp_path / "whole.gguf").read_bytes()
         last = read_gguf(tmp_path / "whole.gguf").tensors["blk.0.attn_k.weight"]
         path = tmp_path / "a.gguf"
-        for length in range(0, last.offset + last.nbytes, 3):
+        for length in range(0, last.offset + last.nbytes, 7):
             path.write_bytes(content[:length])
             with pytest.raises(ModelError, match=r"a\.gguf: "):
                 read_everything(path)
@@ -381,7 +394,7 @@ class TestDamagedFiles:
         tracemalloc.start()
         try:
             for position in range(start):
-                for damage in (b"\xff", b"\x00", rng.bytes(1), b"\xff" * 8):
+                for damage in (b"\xff", rng.bytes(1), b"\xff" * 8):
                     path.write_bytes(content[:position] + damage + content[position + len(damage) :])
                     try:
                         read_everything(path)
@@ -390,7 +403,7 @@ class TestDamagedFiles:
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert 0 < len(refusals) < 4 * start
+        assert 0 < len(refusals) < 3 * start
         assert all(message.startswith(f"{path}: ") for message in refusals)
         assert peak < 2_000_000
 

@@ -252,7 +252,9 @@ class TestNames:
     def test_folders(self, tmp_path: Path) -> None:
         folder = tmp_path / "smollm2"
         folder.mkdir()
-        with pytest.raises(ModelError, match=r"smollm2: holds no model \(neither config\.json nor a \.gguf file\)"):
+        with pytest.raises(
+            ModelError, match=r"smollm2: holds no model \(neither config\.json with .* nor a \.gguf file\)"
+        ):
             resolve(folder)
         (folder / "a.gguf").touch()
         assert resolve(folder) == folder / "a.gguf"
@@ -260,6 +262,7 @@ class TestNames:
         with pytest.raises(ModelError, match=r"several \.gguf files; name one of them: a\.gguf, b\.gguf"):
             resolve(folder)
         (folder / "config.json").touch()
+        (folder / "model.safetensors.index.json").touch()
         assert resolve(folder) == folder
 
     def test_the_users_home_is_expanded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +284,7 @@ class TestHub:
     def test_a_snapshot_has_what_is_needed_and_no_second_copy_of_the_weights(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        (tmp_path / "config.json").touch()
+        (tmp_path / "model.safetensors").touch()
         calls = []
 
         def download(repo_id: str, allow_patterns: list[str]) -> str:
@@ -317,6 +320,11 @@ class TestHub:
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
         with pytest.raises(ModelError, match=rf"^owner/name: .*{message}"):
+            resolve("owner/name")
+
+    def test_a_repository_without_safetensors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+        with pytest.raises(ModelError, match=r"^owner/name: has no model\.safetensors on the Hub"):
             resolve("owner/name")
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import mmap
 import re
+import reprlib
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -120,8 +121,9 @@ def read_gguf(path: str | Path) -> GGUFFile:
         if key in metadata:
             reader.fail(f"has the metadata key {key!r} twice")
         metadata[key] = reader.value()
-    if metadata.get("split.count", 1) != 1:
-        reader.fail(f"is one part of {metadata['split.count']}; join the parts into one file (gguf-split --merge)")
+    parts = metadata.get("split.count", 1)
+    if not isinstance(parts, int) or parts > 1:
+        reader.fail(f"is one part of {reprlib.repr(parts)}; join the parts into one file (gguf-split --merge)")
 
     reader.need(tensor_count * _SMALLEST_TENSOR, f"{tensor_count} tensors")
     tensors: dict[str, TensorInfo] = {}
@@ -133,17 +135,14 @@ def read_gguf(path: str | Path) -> GGUFFile:
 
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
-        reader.fail(f"has the alignment {alignment!r}; a multiple of 8 is expected")
-    start = -(-reader.position // alignment) * alignment
+        reader.fail(f"has the alignment {reprlib.repr(alignment)}; a multiple of 8 is expected")
+    start = -(-reader.position // alignment) * alignment  # the descriptions count from here
     for name, info in tensors.items():
         if info.offset % alignment:
             reader.fail(f"has tensor {name!r} at an offset that is not a multiple of the alignment {alignment}")
-        end = start + info.offset + info.nbytes
-        if end > len(data):
-            reader.fail(f"is truncated: tensor {name!r} ends at byte {end}, the file at {len(data)}")
-    tensors = {
-        name: TensorInfo(info.type, info.shape, start + info.offset, info.nbytes) for name, info in tensors.items()
-    }
+        tensors[name] = info = dataclasses.replace(info, offset=start + info.offset)
+        if info.offset + info.nbytes > len(data):
+            reader.fail(f"is truncated: tensor {name!r} ends at {info.offset + info.nbytes}, the file at {len(data)}")
     return GGUFFile(path, metadata, tensors, torch.frombuffer(data, dtype=torch.uint8))
 
 
@@ -252,7 +251,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     architecture = _architecture(file)
     model_type, class_name = _ARCHITECTURES[architecture]
     facts = _Facts(file, architecture)
-    if file.metadata.get(f"{architecture}.expert_count"):
+    if facts.integer("expert_count", 0, minimum=0):
         raise ModelError(f"{file.path}: mixtures of experts are not supported")
     hidden_size, heads, layers = (
         facts.integer(key) for key in ("embedding_length", "attention.head_count", "block_count")
@@ -265,7 +264,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     head_dim = facts.integer("attention.key_length", hidden_size // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if facts.integer(key, head_dim) != head_dim:
-            raise ModelError(f"{file.path}: {architecture}.{key} differs from the head size {head_dim}; not supported")
+            facts.fail(key, f"differs from the head size {head_dim}, which is not supported")
     rope_theta = facts.number("rope.freq_base", 10_000.0)
     config = {
         "architectures": [class_name],
@@ -282,8 +281,6 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "rope_theta": rope_theta,
         "rope_scaling": _rope_scaling(file, facts, rope_theta, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
     }
     if architecture == "gemma3":
         pattern = facts.integer("attention.sliding_window_pattern", 6)
@@ -308,51 +305,60 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
 
 def _architecture(file: GGUFFile) -> str:
     architecture = file.metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
-        supported = ", ".join(_ARCHITECTURES)
-        raise ModelError(f"{file.path}: the architecture {architecture!r} is not supported; supported are {supported}")
+    if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
+        label, supported = reprlib.repr(architecture), ", ".join(_ARCHITECTURES)
+        raise ModelError(f"{file.path}: the architecture {label} is not supported; supported are {supported}")
     return architecture
 
 
 class _Facts:
-    """Typed access to the metadata of one architecture, whose numbers are all positive."""
+    """Typed access to the metadata of one architecture."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file = file
         self.architecture = architecture
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
         value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(
-                f"{self.file.path}: {self.architecture}.{key} is {value!r}; a positive integer is expected"
-            )
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            self.fail(key, f"is {reprlib.repr(value)}; an integer from {minimum} up is expected")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
         if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise ModelError(f"{self.file.path}: {self.architecture}.{key} is {value!r}; a positive number is expected")
+            self.fail(key, f"is {reprlib.repr(value)}; a positive number is expected")
         return float(value)
 
     def text(self, key: str, default: str) -> str:
-        return str(self._get(key, default))
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            self.fail(key, f"is {reprlib.repr(value)}; a text is expected")
+        return value
+
+    def fail(self, key: str, reason: str) -> NoReturn:
+        raise ModelError(f"{self.file.path}: {self.architecture}.{key} {reason}")
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.file.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
-            raise ModelError(f"{self.file.path}: lacks the metadata {self.architecture}.{key}")
+            self.fail(key, "is missing")
         return value
 
 
 def _rope_scaling(file: GGUFFile, facts: _Facts, theta: float, head_dim: int) -> dict[str, Any] | None:
-    kind = facts.text("rope.scaling.type", "none")
     if "rope_freqs.weight" in file.tensors:
         return _llama3_rope_scaling(file, theta, head_dim)
+    kind = facts.text("rope.scaling.type", "none")
     if kind == "none":
         return None
+    if kind not in ("linear", "yarn"):
+        facts.fail("rope.scaling.type", f"is {reprlib.repr(kind)}; linear and yarn are supported")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": facts.number("rope.scaling.factor")}
     if kind == "yarn":
+        for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+            if facts.number(f"rope.scaling.{key}", 1.0) != 1:
+                facts.fail(f"rope.scaling.{key}", "differs from 1, which is not supported")
         scaling |= {
             "original_max_position_embeddings": facts.integer("rope.scaling.original_context_length"),
             "beta_fast": facts.number("rope.scaling.yarn_beta_fast", 32.0),

@@ -1,7 +1,7 @@
 """Storage types of GGUF tensors and how their blocks unpack.
 
 The block layouts are those of ggml (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). Scale times value
-is exact in float32: an 11-bit float16 significand, a sub-scale of at most 7 bits and a value of at most 6 make 24 bits.
+is exact in float32, with at most 24 bits (Q6_K: 11 of a float16 significand, 7 of a sub-scale, 6 of a value).
 Adding the offset rounds at most once, hence the weights are those of ggml to the bit.
 """
 
@@ -29,7 +29,6 @@ class TensorType:
 
 
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
-_SIGN_BITS = -0x7F7F7F7F7F7F7F80  # 0x80 in each byte
 # Eight bytes for each byte, from its bits: 0 or 16.
 _FIFTH_BITS = ((torch.arange(256)[:, None] >> torch.arange(8) & 1) << 4).to(torch.uint8).view(torch.int64).flatten()
 
@@ -39,14 +38,10 @@ def _float16(blocks: Tensor, start: int) -> Tensor:
     return blocks[:, start : start + 2].contiguous().view(torch.float16).to(torch.float32)
 
 
-def _words(data: Tensor) -> Tensor:
-    """int64 [blocks, n / 8] from uint8 [blocks, n]: a copy, since the bytes of a file are not aligned for it."""
-    return data.clone(memory_format=torch.contiguous_format).view(torch.int64)
-
-
 def _nibbles(packed: Tensor, run: int) -> Tensor:
     """[blocks, n] bytes to [blocks, 2n] values: of each ``run`` bytes first all low nibbles, then all high ones."""
-    words = _words(packed)
+    # A copy, because a file's bytes are not aligned for words.
+    words = packed.clone(memory_format=torch.contiguous_format).view(torch.int64)
     halves = torch.stack([words & _LOW_NIBBLES, (words >> 4) & _LOW_NIBBLES])
     # As elements of 16 bytes, because moving single bytes is six times slower.
     halves = halves.view(torch.complex128).unflatten(2, (-1, run // 16))
@@ -78,8 +73,7 @@ def _q5_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale = _float16(blocks, 0)
-    values = (_words(blocks[:, 2:]) ^ _SIGN_BITS).view(torch.uint8)  # flipping its sign bit adds 128 to a signed byte
-    return values, scale, -128 * scale
+    return blocks[:, 2:] ^ 0x80, scale, -128 * scale  # flipping its sign bit adds 128 to a signed byte
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -138,7 +138,7 @@ def resolve(name_or_path: str | Path) -> Path:
     if text and os.path.exists(path):
         raise ModelError(f"{path}: is neither a .gguf file nor a folder")
     if isinstance(name_or_path, str) and _HUB_ID.fullmatch(text):
-        return _model_in(_snapshot(text))
+        return _snapshot(text)
     near = difflib.get_close_matches(text.lower(), BUILTIN, n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ModelError(
@@ -154,7 +154,7 @@ def cached_models() -> list[CachedModel]:
 
 
 def _model_in(folder: Path) -> Path:
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() and any(folder.glob("model*.safetensors*")):
         return folder
     files = sorted(folder.glob("*.gguf"))
     if len(files) == 1:
@@ -162,7 +162,7 @@ def _model_in(folder: Path) -> Path:
     if files:
         names = ", ".join(file.name for file in files)
         raise ModelError(f"{folder}: holds several .gguf files; name one of them: {names}")
-    raise ModelError(f"{folder}: holds no model (neither config.json nor a .gguf file)")
+    raise ModelError(f"{folder}: holds no model (neither config.json with model.safetensors nor a .gguf file)")
 
 
 def _snapshot(hub_id: str) -> Path:
@@ -170,7 +170,7 @@ def _snapshot(hub_id: str) -> Path:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+        folder = Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
     except GatedRepoError as error:
         raise ModelError(
             f"{hub_id}: access is restricted; accept its terms on the Hub and run `hf auth login`"
@@ -180,6 +180,9 @@ def _snapshot(hub_id: str) -> Path:
     except Exception as error:  # the Hub's client lets network errors of several libraries through
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{hub_id}: cannot be fetched from the Hugging Face Hub: {reason}") from error
+    if not any(folder.glob("model*.safetensors")):
+        raise ModelError(f"{hub_id}: has no model.safetensors on the Hub; a .gguf file is run by its local path")
+    return folder
 
 
 def _fetched(name: str) -> Path:
