@@ -43,13 +43,11 @@ def total_order(values: np.ndarray) -> list[int]:
     return sorted(range(len(values)), key=lambda token: (-values[token], token))
 
 
-def probabilities(values: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Temperature, top-k, top-p and min-p; of a greedy row, the one token."""
+def survivors(values: np.ndarray, params: SamplingParams) -> dict[int, float]:
+    """What truncation leaves: ids in the total order with their weights, the first 1; of a greedy row, one id."""
     order = [token for token in total_order(values) if values[token] > -math.inf]
-    result = np.zeros(len(values))
     if params.temperature == 0:
-        result[order[0]] = 1.0
-        return result
+        return {order[0]: 1.0}
     if params.top_k:
         order = order[: params.top_k]
     weights = [math.exp((values[token] - values[order[0]]) / params.temperature) for token in order]
@@ -60,7 +58,12 @@ def probabilities(values: np.ndarray, params: SamplingParams) -> np.ndarray:
             if reached >= target:
                 weights = weights[:kept]
                 break
-    weights = [weight for weight in weights if weight >= params.min_p]
-    for token, weight in zip(order, weights):
-        result[token] = weight / math.fsum(weights)
+    return {token: weight for token, weight in zip(order, weights) if weight >= params.min_p}
+
+
+def probabilities(values: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The distribution of the draw, float64 [vocab]."""
+    kept = survivors(values, params)
+    result = np.zeros(len(values))
+    result[list(kept)] = np.array(list(kept.values())) / math.fsum(kept.values())
     return result

@@ -20,7 +20,7 @@ def random_request(generator: np.random.Generator) -> dict[str, Any]:
     def sometimes(value: Any, otherwise: Any) -> Any:
         return value if generator.random() < 0.35 else otherwise
 
-    def ids(count: int) -> list[int]:
+    def ids(count: Any) -> list[int]:
         return generator.integers(0, VOCAB, count).tolist()
 
     prompt, output = ids(generator.integers(1, 12)), ids(generator.integers(0, 12))

@@ -1,0 +1,135 @@
+"""Slots: joining, appending, leaving, coming back; lists of any length in one pool."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from freewheel.sampling import Sampler, SampleRows, SamplingParams, SamplingState
+from freewheel.sampling.pool import ListPool
+
+VOCAB = 50
+DEMANDING: dict[str, Any] = {
+    "repetition_penalty": 1.5,
+    "frequency_penalty": 0.7,
+    "presence_penalty": 0.4,
+    "logit_bias": {3: 2.0},
+    "bad_words": ["x"],
+    "min_tokens": 4,
+    "top_p": 0.9,
+}
+
+
+def join(state: SamplingState, slot: int, fields: dict[str, Any], seed: int, output: list[int]) -> None:
+    words = [[5, 6], [7]] if "bad_words" in fields else []
+    state.join(slot, SamplingParams(**fields), [1, 2, 3], seed=seed, output_ids=output, bad_word_ids=words, end_ids=[0])
+
+
+def run(state: SamplingState, slots: list[int], steps: int) -> list[list[int]]:
+    """Tokens of each slot over some steps; each position of each sequence has logits of its own."""
+    rows, tokens = torch.tensor(slots), []
+    for _ in range(steps):
+        positions = state.lengths[rows]
+        logits = torch.stack(
+            [torch.randn(VOCAB, generator=torch.Generator().manual_seed(int(position))) * 2 for position in positions]
+        )
+        drawn = Sampler(state).sample(logits, SampleRows(rows, positions)).tokens
+        state.append(rows, drawn)
+        tokens.append(drawn.tolist())
+    return [list(column) for column in zip(*tokens)]
+
+
+@pytest.mark.parametrize("fields", [{}, DEMANDING], ids=["plain", "demanding"])
+@pytest.mark.parametrize("made", [0, 1, 3, 7])
+def test_a_preempted_sequence_comes_back_as_it_was(fields: dict[str, Any], made: int) -> None:
+    state = SamplingState(4, VOCAB, 32)
+    join(state, 2, fields, 9, [])
+    [whole] = run(state, [2], 10)
+    join(state, 0, DEMANDING, 1, [])
+    state.leave(2)
+    join(state, 1, DEMANDING, 5, [8])
+    join(state, 3, fields, 9, whole[:made])
+    assert run(state, [3], 10 - made) == [whole[made:]]
+
+
+def test_a_demanding_sequence_that_joins_a_running_batch_is_as_it_is_alone() -> None:
+    alone = SamplingState(1, VOCAB, 64)
+    join(alone, 0, DEMANDING, 9, [])
+    [expected] = run(alone, [0], 12)
+
+    state = SamplingState(5, VOCAB, 64)
+    for slot in range(4):
+        join(state, slot, {}, slot, [])
+    run(state, [0, 1, 2, 3], 5)
+    join(state, 4, DEMANDING, 9, [])
+    first = run(state, [3, 4, 0, 1, 2], 6)[1]
+    state.leave(1)
+    assert first + run(state, [4, 2], 6)[0] == expected
+
+
+def test_a_slot_keeps_nothing_of_the_one_before() -> None:
+    state = SamplingState(2, VOCAB, 32)
+    for _ in range(3):
+        join(state, 0, {**DEMANDING, "allowed_token_ids": range(9), "logprobs": 3, "temperature": 0.0}, 3, [4, 4, 4])
+        run(state, [0], 3)
+        state.leave(0)
+    join(state, 0, {}, 7, [])
+    fresh = SamplingState(2, VOCAB, 32)
+    join(fresh, 1, {}, 7, [])
+    assert not state.edited(torch.tensor([0]), torch.tensor([3])).any()
+    assert run(state, [0], 8) == run(fresh, [1], 8)
+
+
+def test_count_rows_exist_only_for_slots_with_penalties() -> None:
+    state = SamplingState(8, VOCAB, 16)
+    for slot in range(8):
+        join(state, slot, {"presence_penalty": 0.5} if slot in (2, 5) else {}, slot, [])
+    assert (state.count_rows >= 0).nonzero().flatten().tolist() == [2, 5]
+    state.leave(2)
+    join(state, 7, {"repetition_penalty": 1.2}, 0, [])
+    assert sorted(state.count_rows.tolist()) == [-1] * 6 + [0, 1]
+
+
+def test_a_row_without_a_token_is_not_appended() -> None:
+    state = SamplingState(3, VOCAB, 16)
+    for slot in range(3):
+        join(state, slot, {"frequency_penalty": 1.0}, slot, [])
+    state.append(torch.tensor([2, 0, 1]), torch.tensor([7, -1, 9]))
+    assert state.lengths.tolist() == [3, 4, 4]
+    assert state.history[:, 3].tolist() == [0, 9, 7]
+    rows, tokens, counts = state.seen_tokens(torch.tensor([0, 2]), torch.tensor([3, 4]))
+    assert rows.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert tokens.tolist() == [1, 2, 3, 1, 2, 3, 7]
+    assert counts.tolist() == [0, 0, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("prompt", [[VOCAB], [-1], [2**31]])
+def test_prompts_outside_the_vocabulary_are_refused(prompt: list[int]) -> None:
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        SamplingState(1, VOCAB, 16).join(0, SamplingParams(), prompt, seed=0)
+
+
+def test_sequences_that_are_too_long_are_refused() -> None:
+    state = SamplingState(1, VOCAB, 4)
+    state.join(0, SamplingParams(), [1, 2], seed=0, output_ids=[3, 4])
+    with pytest.raises(ValueError, match="5 tokens"):
+        state.join(0, SamplingParams(), [1, 2, 3], seed=0, output_ids=[3, 4])
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=40))
+def test_the_pool_keeps_every_list_through_any_sequence_of_changes(changes: list[tuple[int, int]]) -> None:
+    pool, expected = ListPool(6, torch.int64, "cpu"), {}
+    for step, (slot, length) in enumerate(changes):
+        pool.drop(slot)
+        expected[slot] = [1000 * step + i for i in range(length)]
+        pool.put(slot, torch.tensor(expected[slot], dtype=torch.int64))
+        for other, values in expected.items():
+            assert pool.get(other).tolist() == values
+            assert int(pool.lengths[other]) == len(values)
+    slots = [5, 0, 3, 3, 1]
+    rows, entries = pool.gather(torch.tensor(slots))
+    pairs = [(row, value) for row, slot in enumerate(slots) for value in expected.get(slot, [])]
+    assert list(zip(rows.tolist(), entries.tolist())) == pairs
+    assert len(pool.entries) <= 4 * 6 * 40

@@ -1,0 +1,190 @@
+"""Masks, bias and penalties: what each forbids, and that it forbids nothing else."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from drawing import sample_each, sample_many
+
+from freewheel.sampling import Sampler, SampleRows, SamplingParams, SamplingState, Status
+from freewheel.sampling.transforms import transform
+
+VOCAB = 8
+FLAT = torch.zeros(VOCAB)
+
+
+def transformed(
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt: Sequence[int] = (0,),
+    output: Sequence[int] = (),
+    **join: Any,
+) -> list[float]:
+    state = SamplingState(1, len(logits), 256)
+    state.join(0, params, prompt, seed=0, output_ids=output, **join)
+    values = torch.tensor([list(logits)])
+    transform(state, values, torch.tensor([0]), state.lengths[:1])
+    return values[0].tolist()
+
+
+def forbidden(params: SamplingParams, prompt: Sequence[int], output: Sequence[int], **join: Any) -> set[int]:
+    values = transformed([0.0] * VOCAB, params, prompt, output, **join)
+    return {token for token, value in enumerate(values) if value == -math.inf}
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("times", [1, 10])
+@pytest.mark.parametrize("seen_in", ["prompt", "output"])
+def test_repetition_penalty_lowers_seen_tokens_once_whatever_their_sign(
+    penalty: float, times: int, seen_in: str
+) -> None:
+    logits = [2.0, 0.0, -2.0, -math.inf, 2.0, 0.0, -2.0]
+    seen = [0, 1, 2, 3] * times
+    prompt, output = (seen, []) if seen_in == "prompt" else ([0], seen)
+    values = transformed(logits, SamplingParams(repetition_penalty=penalty), prompt, output)
+    assert values == pytest.approx([2.0 / penalty, 0.0, -2.0 * penalty, -math.inf, 2.0, 0.0, -2.0])
+
+
+def test_frequency_and_presence_penalties_see_the_output_only() -> None:
+    params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.25)
+    values = transformed([1.0] * 5, params, prompt=[0, 0, 1], output=[1, 2, 2, 2])
+    assert values == [1.0, 0.25, -0.75, 1.0, 1.0]
+
+
+def test_negative_frequency_penalty_favours_the_output() -> None:
+    assert transformed([1.0] * 3, SamplingParams(frequency_penalty=-2.0), [0], [1, 1]) == [1.0, 5.0, 1.0]
+
+
+def test_bias_comes_before_penalties_and_never_lifts_a_mask() -> None:
+    params = SamplingParams(logit_bias={1: 4.0, 2: 100.0}, repetition_penalty=2.0, allowed_token_ids=[0, 1])
+    assert transformed([1.0] * 4, params, [1, 2]) == [1.0, 2.5, -math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("prompt_length", [1, 100])
+@pytest.mark.parametrize("min_tokens", [0, 1, 4])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_end_ids_are_held_back_for_exactly_min_tokens(prompt_length: int, min_tokens: int, ignore_eos: bool) -> None:
+    params = SamplingParams(
+        min_tokens=min_tokens, ignore_eos=ignore_eos, stop_token_ids=[4], logit_bias={5: 1e4}, temperature=0.0
+    )
+    state = SamplingState(1, VOCAB, 128)
+    state.join(0, params, [3] * prompt_length, seed=0, end_ids=[5, 6, -1, VOCAB, 2**31])
+    sampler, slots, tokens = Sampler(state), torch.tensor([0]), []
+    for _ in range(min_tokens + 1):
+        assert bool(state.edited(slots, state.lengths)) or len(tokens) >= min_tokens
+        samples = sampler.sample(FLAT[None], SampleRows(slots, state.lengths[slots]))
+        state.append(slots, samples.tokens)
+        tokens.append(int(samples.tokens))
+    assert tokens == [0] * min_tokens + [5]
+    for made in range(min_tokens + 1):
+        params = SamplingParams(min_tokens=min_tokens, ignore_eos=ignore_eos, stop_token_ids=[4])
+        held = forbidden(params, [3] * prompt_length, [1] * made, end_ids=[5, 6, -1, VOCAB])
+        assert held == ({4, 5, 6} if made < min_tokens else set())
+
+
+def test_a_satisfied_min_tokens_returns_the_row_to_the_fast_path() -> None:
+    state = SamplingState(1, VOCAB, 16)
+    state.join(0, SamplingParams(min_tokens=2), [1, 2, 3], seed=0, end_ids=[5])
+    assert state.edited(torch.tensor([0] * 4), torch.tensor([3, 4, 5, 6])).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("history", "banned"),
+    [
+        ([1], {7}),
+        ([1, 2], {7, 3}),
+        ([2, 1], {7}),
+        ([1, 2, 3], {7, 4}),
+        ([0, 2, 3], {7}),
+        ([1, 2, 2], {7}),
+        ([5], {7, 5}),
+    ],
+)
+def test_bad_words_forbid_their_last_token_after_the_others(history: list[int], banned: set[int]) -> None:
+    words = [[7], [1, 2, 3], [1, 2, 3, 4], [5, 5], []]
+    params = SamplingParams(bad_words=["x"])
+    for split in range(1, len(history) + 1):
+        # The words may lie in the prompt, in the output, or across the two.
+        assert forbidden(params, history[:split], history[split:], bad_word_ids=words) == banned
+
+
+def test_bad_words_do_not_reach_before_the_first_token_or_past_the_row() -> None:
+    params = SamplingParams(bad_words=["x"], allowed_token_ids=[1, 2, 3])
+    state = SamplingState(2, VOCAB, 16)
+    state.join(0, params, [1], seed=0, output_ids=[2, 1, 2], bad_word_ids=[[1, 2, 3], [0, 0, 1, 2]])
+    positions = torch.tensor([1, 2, 3, 4])
+    values = torch.zeros(4, VOCAB)
+    transform(state, values, torch.zeros_like(positions), positions)
+    assert [row[3] == -math.inf for row in values] == [False, True, False, True]
+    assert (values[:, 2] == 0).all()
+
+
+def test_an_allow_list_whose_last_id_is_forbidden_is_refused_or_reported() -> None:
+    params = SamplingParams(allowed_token_ids=[3], bad_words=["x"])
+    state = SamplingState(3, VOCAB, 16)
+    with pytest.raises(ValueError, match="bad_words"):
+        state.join(0, params, [1], seed=0, bad_word_ids=[[3]])
+    for slot, temperature in enumerate((0.0, 1.0)):
+        greedy_or_random = SamplingParams(allowed_token_ids=[3], bad_words=["x"], temperature=temperature, logprobs=2)
+        state.join(slot, greedy_or_random, [1], seed=0, bad_word_ids=[[1, 3]])
+    state.join(2, SamplingParams(logprobs=1), [1], seed=5)
+    slots = torch.arange(3)
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    samples = Sampler(state).sample(logits, SampleRows(slots, torch.ones_like(slots)))
+    alone = Sampler(state).sample(logits[2:], SampleRows(slots[2:], torch.tensor([1])))
+    assert samples.status.tolist() == [Status.EMPTY, Status.EMPTY, Status.OK]
+    assert samples.tokens.tolist() == [-1, -1, int(alone.tokens)]
+    assert samples.logprobs is not None
+    assert samples.logprobs.rows.tolist() == [2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_ids_are_drawn(temperature: float) -> None:
+    tokens = sample_many(FLAT, SamplingParams(allowed_token_ids=[2, 7], temperature=temperature), 200)
+    assert set(tokens.tolist()) == ({2, 7} if temperature else {2})
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids", "stop_token_ids"])
+@pytest.mark.parametrize("bad", [VOCAB, VOCAB + 1, 2**31 - 1])
+def test_ids_out_of_range_are_refused_and_leave_no_trace(field: str, bad: int) -> None:
+    state = SamplingState(2, VOCAB, 16)
+    state.join(0, SamplingParams(), [1], seed=1)
+    fields: dict[str, Any] = {field: {bad: 1.0} if field == "logit_bias" else [bad]}
+    with pytest.raises(ValueError, match=field):
+        state.join(1, SamplingParams(min_tokens=1, **fields), [1], seed=2)
+    assert not state.edited(torch.tensor([0, 1]), torch.tensor([1, 1])).any()
+
+
+def test_padding_past_the_tokenizers_vocabulary_is_never_drawn_or_listed() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 1064, generator=generator)
+    logits[:, 1000:] += 20
+    variants = [{}, {"top_k": 30}, {"top_p": 0.99}, {"temperature": 0.0}, {"repetition_penalty": 1.5}]
+    state = SamplingState(len(variants), 1064, 1100, valid_vocab_size=1000)
+    for slot, fields in enumerate(variants):
+        fields = {"temperature": 2.0, "logprobs": 1000, **fields}
+        state.join(slot, SamplingParams(**fields), [1, 1063], seed=slot)
+    slots = torch.arange(len(variants)).repeat(100)
+    positions = torch.arange(2, 102).repeat_interleave(len(variants))
+    samples = Sampler(state).sample(logits.expand(len(slots), -1), SampleRows(slots, positions))
+    assert samples.logprobs is not None
+    assert 0 <= samples.tokens.min() <= samples.tokens.max() < 1000
+    assert samples.logprobs.top_ids.max() < 1000
+    with pytest.raises(ValueError, match="logit_bias"):
+        state.join(0, SamplingParams(logit_bias={1000: 1.0}), [1], seed=0)
+
+
+def test_a_greedy_row_with_masked_ids_beside_a_random_one() -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    best = int(logits[0].argmax())
+    second = int(logits[0].argsort(descending=True)[1])
+    allowed = [token for token in range(VOCAB) if token != best]
+    variants: list[Any] = [{"logit_bias": {best: -1e30}}, {"allowed_token_ids": allowed}]
+    for greedy in variants:
+        #: {best: -1e30}}, {"allowed_token_ids": allowed}):
+        both = sample_each(logits, [SamplingParams(temperature=0.0, **greedy), SamplingParams()])
+        plain = sample_each(logits, [SamplingParams(), SamplingParams()])
+        assert both.status.tolist() == [Status.OK, Status.OK]
+        assert both.tokens.tolist() == [second, int(plain.tokens[1])]

@@ -1,0 +1,167 @@
+"""Top-k, top-p and min-p on logits chosen to be hard: ties, masks, extremes, flat rows."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from drawing import Draw, p_value, sample_each, sample_many
+from reference import probabilities, total_order
+from torch import Tensor
+
+from freewheel.sampling import SamplingParams, Status
+from freewheel.sampling.truncation import GROUP, leading, survivors
+
+BELOW_ONE = math.nextafter(1.0, 0.0)
+
+
+def mask_of(logits: Tensor, **fields: Any) -> list[int]:
+    """The ids that can be drawn, in the total order, as the processed log probabilities show them."""
+    count = min(len(logits), 1024)
+    samples = sample_each(logits, [SamplingParams(logprobs=count, logprobs_mode="processed", **fields)])
+    assert samples.status.tolist() == [Status.OK]
+    assert samples.logprobs is not None
+    kept = samples.logprobs.top_logprobs[0] > -math.inf
+    ids = samples.logprobs.top_ids[0][kept].tolist()
+    assert int(samples.tokens) in ids
+    return ids
+
+
+def same_as_reference(logits: Tensor, **fields: Any) -> None:
+    expected = reference.survivors(logits.double().numpy(), SamplingParams(**fields))
+    assert mask_of(logits, **fields) == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"top_k": 2}, [0, 1]),
+        ({"top_k": 3}, [0, 1, 2]),
+        ({"top_p": 0.6}, [0, 1]),
+        ({"top_p": 0.75}, [0, 1, 2]),
+        ({"top_p": 0.4}, [0]),
+        ({"top_p": 1e-300}, [0]),
+        ({"min_p": 0.39}, [0, 1, 2]),
+        ({"min_p": 0.41}, [0]),
+        ({"min_p": 1.0}, [0]),
+        ({"top_k": 3, "top_p": 0.75}, [0, 1]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("draw", ["two_level", "gumbel"])
+def test_ties_at_the_boundary_are_broken_by_id(fields: dict[str, Any], kept: list[int], draw: Draw) -> None:
+    shares = np.array([0.5, 0.2, 0.2, 0.1])
+    logits = torch.from_numpy(np.log(shares)).float()
+    assert mask_of(logits, **fields) == kept
+    expected = np.where(np.isin(np.arange(4), kept), shares, 0)
+    tokens = sample_many(logits, SamplingParams(**fields), 500, draw=draw)
+    assert p_value(tokens, expected / expected.sum()) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [GROUP - 1, GROUP, 7 * GROUP + 3, 1000])
+def test_leading_ids_come_in_the_total_order(vocab: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    scores = (torch.randn(vocab, generator=generator) * 3).round().to(dtype)
+    scores[::5] = -torch.inf
+    order = total_order(scores.double().numpy())
+    for count in {1, 2, 5, vocab // GROUP, vocab // GROUP + 1, vocab - 1, vocab} - {0}:
+        assert leading(scores, count).tolist() == order[:count]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top_k": 40}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 50, "top_p": 0.9}], ids=str
+)
+@pytest.mark.parametrize("kind", ["constant", "duplicates", "mostly masked", "large", "negative", "one peak"])
+def test_survivors_of_hard_rows(kind: str, fields: dict[str, Any]) -> None:
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(5)).bfloat16().float()
+    if kind == "constant":
+        logits = torch.full_like(logits, 3.25)
+    elif kind == "duplicates":
+        logits = logits.round()
+    elif kind == "mostly masked":
+        logits[:640], logits[700:] = -math.inf, -math.inf
+    elif kind == "large":
+        logits *= 1e4
+    elif kind == "negative":
+        logits -= 1e4
+    else:
+        logits[777] = 50.0
+    same_as_reference(logits, **fields)
+    same_as_reference(logits.bfloat16(), **fields)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-8, 1e-3, 1e3, 1e30])
+@pytest.mark.parametrize("fields", [{}, {"top_k": 9}, {"top_p": 0.6}, {"min_p": 0.5}], ids=str)
+def test_extreme_temperatures(temperature: float, fields: dict[str, Any]) -> None:
+    logits = torch.randn(700, generator=torch.Generator().manual_seed(6))
+    params = SamplingParams(temperature=temperature, **fields)
+    tokens = sample_many(logits, params, 500)
+    assert p_value(tokens, probabilities(logits.double().numpy(), params)) > 1e-3
+    hot = SamplingParams(temperature=temperature, logprobs=0, logprobs_mode="processed", **fields)
+    samples = sample_each(logits * 1e4, [hot])
+    assert samples.logprobs is not None
+    assert samples.status.tolist() == [Status.OK]
+    assert -math.inf < float(samples.logprobs.token_logprobs) <= 0
+
+
+@pytest.mark.parametrize("vocab", [1, 2, GROUP, 1023, 1024, 1025, 2048, 2049, 5000])
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}], ids=str)
+def test_one_finite_logit_is_drawn_wherever_it_is(vocab: int, fields: dict[str, Any]) -> None:
+    places = sorted({0, 63, 64, 1023, 1024, 2047, 2048, vocab // 2, vocab - 2, vocab - 1} & set(range(vocab)))
+    logits = torch.full((len(places), vocab), -math.inf)
+    logits[range(len(places)), places] = -7.0
+    for dtype in (torch.float32, torch.bfloat16):
+        samples = sample_each(logits.to(dtype), [SamplingParams(logprobs=1, **fields)] * len(places))
+        assert samples.status.tolist() == [Status.OK] * len(places)
+        assert samples.tokens.tolist() == places
+        assert samples.logprobs is not None
+        assert samples.logprobs.token_logprobs.tolist() == [0.0] * len(places)
+
+
+@pytest.mark.parametrize("draw", ["two_level", "gumbel"])
+def test_blocks_of_masked_ids_are_never_drawn(draw: Draw) -> None:
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(7))
+    logits[:1500], logits[2000:4096], logits[4500:] = -math.inf, -math.inf, -math.inf
+    params = SamplingParams(temperature=3.0)
+    tokens = sample_many(logits, params, 1500, draw=draw)
+    assert p_value(tokens, probabilities(logits.double().numpy(), params)) > 1e-3
+
+
+@pytest.mark.parametrize("top_p", [0.99999, 1 - 1e-7, 1 - 1e-9, 1 - 1e-12, BELOW_ONE])
+def test_top_p_just_below_one_keeps_the_mass_it_promises(top_p: float) -> None:
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.stack([torch.randn(40_000, generator=generator) * spread for spread in (0.01, 3.0)])
+    for row in logits:
+        ids, scores = survivors(row, 1.0, len(row), top_p, 0.0)
+        weights = np.sort(np.exp(row.double().numpy() - float(row.max())))[::-1]
+        needed = int(np.searchsorted(np.cumsum(weights), top_p * np.sum(weights))) + 1
+        # Rounding in the sums, 1e-15 of the whole, may be worth some of the lightest tokens.
+        slack = 1 + int((weights < 1e-11).sum() if top_p == BELOW_ONE else 0)
+        assert abs(len(ids) - min(needed, len(row))) <= slack
+        assert len(set(ids.tolist())) == len(ids) == len(scores)
+
+
+def test_top_p_just_below_one_beside_others() -> None:
+    logits = torch.randn(3, 32_768, generator=torch.Generator().manual_seed(9)) * 0.01
+    mixed = [SamplingParams(top_p=BELOW_ONE), SamplingParams(top_p=0.9), SamplingParams(top_p=0.99999)]
+    together = sample_each(logits, mixed)
+    assert together.status.tolist() == [Status.OK] * 3
+    others = sample_each(logits, [SamplingParams(top_p=0.5), *mixed[1:]])
+    assert together.tokens[1:].tolist() == others.tokens[1:].tolist()
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"min_p": 0.99}, {"top_k": 150_000}], ids=str)
+def test_mass_over_two_hundred_thousand_tokens(fields: dict[str, Any]) -> None:
+    vocab = 200_000
+    tokens = sample_many(torch.zeros(vocab), SamplingParams(**fields), 200).numpy()
+    # Equal logits: the total order is that of the ids, so top-k and top-p keep the first of them.
+    size = round(vocab * fields.get("top_p", 1.0)) if "top_k" not in fields else fields["top_k"]
+    assert tokens.max() < size
+    assert p_value(torch.from_numpy(tokens // (size // 10)), np.full(10, 0.1)) > 1e-3
+    assert len(set(tokens.tolist())) > 190
+    if "top_p" in fields:
+        ids, _ = survivors(torch.zeros(vocab), 1.0, vocab, 0.9, 0.0)
+        assert abs(len(ids) - size) <= 1
