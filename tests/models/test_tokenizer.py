@@ -382,6 +382,14 @@ class TestSpecialTokensInText:
         assert tokenizer.special_ids & set(ids) == {1}
         assert tokenizer.decode(ids) == "the fox</s> the"
 
+    def test_nor_where_two_of_them_overlap(self) -> None:
+        made = metadata(
+            "llama", [*"abc", "ab", "bc"], scores=[0] * 5, token_type=[1, 1, 1, 3, 3], add_space_prefix=False
+        )
+        tokenizer = Tokenizer.from_gguf(made | {"tokenizer.chat_template": "{{ messages[0].content }}"})
+        assert tokenizer.encode("abc") == [3, 2]
+        assert tokenizer.encode_chat([{"role": "user", "content": "abc"}]) == [0, 1, 2]
+
     def test_added_tokens_that_control_nothing_stay_tokens_in_messages(self, chat: Tokenizer) -> None:
         think = chat.encode("<think>")
         assert len(think) == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.models.errors import ModelError
-from freewheel.models.tokenizer import LibraryEncoder, Tokenizer, byte_level_bytes, read_json
+from freewheel.models.tokenizer import LibraryEncoder, Tokenizer, byte_level_bytes
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer:
@@ -24,11 +24,11 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
     backend.no_padding()
     text_bytes, leading_spaces = _decoder(backend, path)
 
-    config = read_json(folder / "tokenizer_config.json")
-    named = _named_tokens(read_json(folder / "special_tokens_map.json") | config)
+    config = _read_json(folder / "tokenizer_config.json")
+    named = _named_tokens(_read_json(folder / "special_tokens_map.json") | config)
     bos, eos = (_id_of(backend, named.get(name), path) for name in ("bos_token", "eos_token"))
     added = backend.get_added_tokens_decoder()
-    model_config = read_json(folder / "config.json")
+    model_config = _read_json(folder / "config.json")
     prefix_ids, suffix_ids = _begin_and_end(backend)
     return Tokenizer(
         LibraryEncoder(backend),
@@ -40,13 +40,26 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
         eos_token_ids=_ids(eos)
         | _ids(model_config.get("eos_token_id"))
         | _ids((model_config.get("text_config") or {}).get("eos_token_id"))
-        | _ids(read_json(folder / "generation_config.json").get("eos_token_id")),
+        | _ids(_read_json(folder / "generation_config.json").get("eos_token_id")),
         prefix_ids=prefix_ids,
         suffix_ids=suffix_ids,
         leading_spaces=leading_spaces,
         chat_templates=_chat_templates(folder, config),
         named_tokens=named,
     )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty if there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} does not hold a JSON object")
+    return value
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -103,8 +116,10 @@ def _decoder(backend: Any, path: Path) -> tuple[Callable[[str], bytes], int]:
     Byte-level, Metaspace and SentencePiece-like decoders (replacements, byte fallback, a strip at the start) map each
     token to bytes on its own. Others (WordPiece, CTC, word suffixes) depend on neighbours; no supported model has one.
     """
-    steps = json.loads(backend.to_str()).get("decoder") if backend.decoder is not None else None
-    steps = [] if steps is None else steps["decoders"] if steps["type"] == "Sequence" else [steps]
+    decoder: dict[str, Any] = (
+        {"type": "none"} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+    )
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     replacements: list[tuple[str, str]] = []
     byte_fallback, byte_level, fused, leading_spaces = False, False, False, 0
     for step in steps:

@@ -12,19 +12,19 @@ replaces every byte of the run of byte tokens, sound characters included) and wh
 under its ``Metaspace`` decoder (it drops them all; SentencePiece drops one).
 """
 
-import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-
-from freewheel.models.errors import ModelError
 
 if TYPE_CHECKING:
     import tokenizers
 
     from freewheel.models.chat_template import Message
 
-# A noncharacter: put inside a literal special token it keeps that token from being found, and is then left out.
+# A noncharacter, which no text should hold: put into a special token that is written out, it keeps that token from being
+# found, and is then left out.
 _GUARD = "\ufdd0"
 
 
@@ -89,7 +89,6 @@ class Tokenizer:
         self.leading_spaces = leading_spaces
         self._chat_templates = dict(chat_templates or {})
         self._named_tokens = dict(named_tokens or {})
-        self._special_pattern: Any = None
 
     @staticmethod
     def from_folder(path: str | Path) -> "Tokenizer":
@@ -240,20 +239,18 @@ class Tokenizer:
         return self._encode(text)
 
     def _guard(self, value: Any) -> Any:
-        """``value`` with every special token that is written out in one of its strings broken by a noncharacter."""
+        """``value`` with every special token that is written out in one of its strings broken by noncharacters."""
         if isinstance(value, str):
-            if self._special_pattern is None:
-                self._special_pattern = self._compile_special_pattern()
-            return self._special_pattern.sub(lambda found: f"{found[0][0]}{_GUARD}{found[0][1:]}", value)
+            # After each character, as the end of one special token may be the beginning of another.
+            return self._special_pattern.sub(lambda found: "".join(f"{c}{_GUARD}" for c in found[0]), value)
         if isinstance(value, Mapping):
             return {self._guard(key): self._guard(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._guard(item) for item in value]
         return value
 
-    def _compile_special_pattern(self) -> Any:
-        import re
-
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
         texts = sorted((self._token_text(id) or "" for id in self.special_ids), key=len, reverse=True)
         return re.compile("|".join(re.escape(text) for text in texts if text) or r"(?!)")
 
@@ -312,16 +309,3 @@ class LibraryEncoder:
             )
             twin.add_tokens([raw])
         return twin
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty if there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} does not hold a JSON object")
-    return value
