@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from freewheel.models.chat_template import Message
 
-# A noncharacter, which no text should hold: put into a special token that is written out, it keeps that token from being
-# found, and is then left out.
+# A noncharacter, which no text should hold: put into a special token that is written out, it keeps that token from
+# being found, and is then left out.
 _GUARD = "\ufdd0"
 
 
