@@ -30,15 +30,19 @@ def main() -> None:
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from freewheel.models.gguf import read_gguf
     from freewheel.models.store import resolve
 
     for name in sys.argv[1:]:
         path = resolve(name)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+        # transformers' tokenizer leaves out the beginning-of-text token that the file asks for.
+        metadata = read_gguf(path).metadata
+        start = [metadata["tokenizer.ggml.bos_token_id"]] if metadata.get("tokenizer.ggml.add_bos_token") else []
         cases = []
         for prompt in PROMPTS:
-            ids = tokenizer(prompt, return_tensors="pt").input_ids
+            ids = torch.tensor([start + tokenizer(prompt, add_special_tokens=False).input_ids])
             with torch.inference_mode():
                 out = model.generate(
                     ids,

@@ -51,7 +51,7 @@ def part_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-FILES = sorted(path for path in SOURCE.rglob("*.py") if part_of(path) != "__init__")
+FILES = sorted(path for path in SOURCE.rglob("*.py") if part_of(path) not in ("__init__", "__main__"))
 
 
 def test_every_part_has_its_rule() -> None:

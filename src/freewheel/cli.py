@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from freewheel import __version__
+from freewheel.models.store import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from freewheel.engine.outputs import RequestOutput
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 Type = Callable[[str], Any]
 
-DEFAULT_MODEL = "smollm2"
 DEFAULT_MAX_TOKENS = 512
 
 
@@ -32,7 +32,7 @@ def token_bias(text: str) -> tuple[int, float]:
 
 # Field of SamplingParams -> (type, metavar, help). A type of None is a switch; a field in REPEATED may be given again.
 SAMPLING_OPTIONS: dict[str, tuple[Type | None, str, str]] = {
-    "temperature": (float, "T", "0 is greedy; higher is more varied"),
+    "temperature": (float, "T", "0 takes the most likely token (default); higher is more varied"),
     "top_k": (int, "K", "draw among the K most likely tokens only; 0 is off"),
     "top_p": (float, "P", "draw among the most likely tokens that hold a mass of P together"),
     "min_p": (float, "P", "drop tokens less likely than P times the most likely one"),
@@ -139,7 +139,7 @@ def sampling_params(args: argparse.Namespace) -> "SamplingParams":
     given = {field: value for field, value in vars(args).items() if field in SAMPLING_OPTIONS}
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
-    return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+    return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, "temperature": 0.0, **given})
 
 
 def load(args: argparse.Namespace) -> "tuple[LLM, dict[str, float]]":
@@ -260,14 +260,14 @@ def run_models(args: argparse.Namespace) -> None:
     if args.json:
         print(
             json.dumps(
-                [{"name": model.name, "path": str(model.path), "bytes": model.bytes} for model in cached.values()]
+                [{"name": model.name, "path": str(model.path), "bytes": model.nbytes} for model in cached.values()]
             )
         )
         return
     print(f"cache: {cache_folder()}")
     for name in [*BUILTIN, *(name for name in cached if name not in BUILTIN)]:
         model = cached.get(name)
-        state = f"{model.bytes / 1e6:8.1f} MB  {model.path}" if model else "       -     fetched on first use"
+        state = f"{model.nbytes / 1e6:8.1f} MB  {model.path}" if model else "       -     fetched on first use"
         print(f"  {name:14}{state}")
 
 

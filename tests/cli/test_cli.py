@@ -1,0 +1,238 @@
+"""The command line: what it prints, and how it fails."""
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from freewheel.cli import SAMPLING_OPTIONS, main
+from freewheel.sampling import SamplingParams
+
+FREEWHEEL = [sys.executable, "-m", "freewheel"]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FREEWHEEL_HOME", str(tmp_path / "cache"))
+
+
+def generate(tiny_model: Path, *arguments: str) -> list[str]:
+    return ["generate", "hello there", "--model", str(tiny_model), "--max-tokens", "8", "--ignore-eos", *arguments]
+
+
+def fails(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    """The one line that an error is."""
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("freewheel: error: ")
+    return line
+
+
+def test_generate_streams_text_and_sums_up_on_stderr(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(generate(tiny_model)) == 0
+    printed = capsys.readouterr()
+    assert printed.out.strip()
+    for word in ("prompt", "tok/s", "first token", "output 8 tokens", "length"):
+        assert word in printed.err
+
+
+def test_json_is_one_object_with_tokens_logprobs_reason_and_timings(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(generate(tiny_model, "--json", "--logprobs", "2")) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    result = json.loads(printed.out)
+    (choice,) = result["outputs"]
+    assert len(choice["token_ids"]) == len(choice["logprobs"]) == 8
+    assert choice["finish_reason"] == "length"
+    assert str(choice["token_ids"][0]) in choice["logprobs"][0]
+    assert {"import_s", "load_s", "first_token_s", "prompt_tokens_per_s", "decode_tokens_per_s"} == set(
+        result["timings"]
+    )
+
+
+def test_streamed_text_equals_the_json_text(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seeded = generate(tiny_model, "--temperature", "1", "--seed", "7")
+    assert main(seeded) == 0
+    streamed = capsys.readouterr().out
+    assert main([*seeded, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["outputs"][0]["text"] == streamed.removesuffix("\n")
+
+
+def test_raw_leaves_the_chat_template_out(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(generate(tiny_model, "--json"))
+    templated = json.loads(capsys.readouterr().out)
+    main(generate(tiny_model, "--json", "--raw"))
+    raw = json.loads(capsys.readouterr().out)
+    assert raw["prompt"] == "hello there"
+    assert templated["prompt"] == "<|start|>user\nhello there<|end|><|start|>assistant\n"
+
+
+def test_system_message_goes_into_the_template(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(generate(tiny_model, "--json", "--system", "be brief"))
+    assert json.loads(capsys.readouterr().out)["prompt"].startswith("<|start|>system\nbe brief<|end|>")
+    assert "system" in fails(capsys, generate(tiny_model, "--raw", "--system", "be brief"))
+
+
+def test_prompt_from_standard_input(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    assert main(["generate", "-", "--model", str(tiny_model), "--max-tokens", "1", "--json", "--raw"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "from a pipe"
+
+
+def test_several_answers_are_printed_apart(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(generate(tiny_model, "--n", "3", "--temperature", "1", "--seed", "1")) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("--- ")] == [
+        "--- 0",
+        "--- 1",
+        "--- 2",
+    ]
+
+
+def test_every_sampling_parameter_has_an_option() -> None:
+    assert set(SAMPLING_OPTIONS) == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_repeated_options_add_up(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    allowed = ["--allowed-token-ids", "5", "--allowed-token-ids", "6"]
+    assert main(generate(tiny_model, "--json", *allowed, "--logit-bias", "6=50", "--logit-bias", "7=90")) == 0
+    assert json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"] == [6] * 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "0"], "top_p"),
+        (["--n", "0"], "n"),
+        (["--logit-bias", "9999999=1"], "logit_bias"),
+        (["--stop-token-ids", "-5"], "stop_token_ids"),
+        (["--max-model-len", "100000000"], "max_model_len"),
+        (["--threads", "0"], "threads"),
+    ],
+)
+def test_bad_parameters_are_one_line_that_names_them(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    assert named in fails(capsys, generate(tiny_model, *arguments))
+
+
+def test_a_prompt_longer_than_the_context_is_refused(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = fails(capsys, ["generate", "x" * 5000, "--model", str(tiny_model)])
+    assert "tokens" in line
+
+
+def test_unknown_model_and_broken_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "smolm2" in fails(capsys, ["generate", "x", "--model", "smolm2"])
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF but not really")
+    assert "broken.gguf" in fails(capsys, ["generate", "x", "--model", str(broken)])
+    assert str(tmp_path) in fails(capsys, ["generate", "x", "--model", str(tmp_path)])
+
+
+def test_options_that_do_not_parse_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["generate"], ["generate", "x", "--temperature", "warm"], ["fly"], []):
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        assert exit_.value.code == 2
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_models_lists_what_is_built_in(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["models"]) == 0
+    printed = capsys.readouterr().out
+    assert str(tmp_path / "cache") in printed
+    assert "smollm2" in printed
+    assert "gemma3-270m" in printed
+    assert main(["models", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+@pytest.fixture
+def talk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines typed into ``freewheel chat``."""
+    lines: list[str] = []
+
+    def read(_: str) -> str:
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
+
+    monkeypatch.setattr("builtins.input", read)
+    return lines
+
+
+def test_chat_keeps_the_conversation(tiny_model: Path, capsys: pytest.CaptureFixture[str], talk: list[str]) -> None:
+    arguments = ["chat", "--model", str(tiny_model), "--max-tokens", "4", "--ignore-eos"]
+    talk += ["one", "", "two"]
+    assert main(arguments) == 0
+    told = capsys.readouterr().err
+    prompts = [int(line.split()[1]) for line in told.splitlines() if line.startswith("prompt ")]
+    assert len(prompts) == 2
+    assert prompts[1] > prompts[0]
+
+    talk += ["one", "/new", "one", "/quit", "never read"]
+    assert main(arguments) == 0
+    told = capsys.readouterr().err
+    assert len({line.split()[1] for line in told.splitlines() if line.startswith("prompt ")}) == 1
+    assert talk == ["never read"]
+
+
+def test_chat_survives_a_conversation_that_outgrows_the_context(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], talk: list[str]
+) -> None:
+    talk += ["x" * 1000, "short"]
+    assert main(["chat", "--model", str(tiny_model), "--max-tokens", "2"]) == 0
+    told = capsys.readouterr().err
+    assert "tokens" in told
+    assert told.count("first token") == 1
+
+
+def start(tiny_model: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [*FREEWHEEL, "generate", "go", "--model", str(tiny_model), "--ignore-eos", *arguments]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.parametrize("moment", ["while importing", "while streaming"])
+def test_control_c_ends_cleanly(tiny_model: Path, moment: str) -> None:
+    process = start(tiny_model, "--max-tokens", "200")
+    assert process.stdout
+    if moment == "while importing":
+        while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+            time.sleep(0.01)
+    else:
+        process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert "Traceback" not in errors
+    # It may be done with streaming before the signal comes.
+    assert process.returncode in ((130,) if moment == "while importing" else (130, 0))
+
+
+def test_a_reader_that_leaves_is_no_error(tiny_model: Path) -> None:
+    process = start(tiny_model, "--max-tokens", "200")
+    assert process.stdout
+    assert process.stderr
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_help_needs_no_torch() -> None:
+    script = "import sys; from freewheel.cli import build_parser; build_parser(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
