@@ -199,7 +199,8 @@ class TestFetching:
         self, wheels: Path, home: Path, tmp_path: Path
     ) -> None:
         started = tmp_path / "started"
-        process = start_resolving(python_that(tmp_path, f'echo $$ > "{started}"; exec sleep 60'))
+        # The pause lets the parent return from starting the process.
+        process = start_resolving(python_that(tmp_path, f'sleep 0.5; echo $$ > "{started}"; exec sleep 60'))
         wait_for(lambda: started.exists() and started.read_text().endswith("\n"))
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
