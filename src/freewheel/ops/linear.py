@@ -21,7 +21,7 @@ from freewheel.ops.quantize import GroupQuantized
 _ROTATION_BLOCKS = (64, 16)
 
 # Rows of a weight in float32 at a time while it is packed: a head of 262,144 rows is never dense as a whole.
-_PACKING_ROWS = 4096
+_PACKING_ROWS = 1024
 
 
 class Linear:
@@ -160,7 +160,7 @@ class _Int8:
 
 def _largest(x: Tensor) -> Tensor:
     """The largest magnitude of each row: [rows, n] -> [rows, 1]."""
-    return torch.linalg.vector_norm(x, float("inf"), dim=-1, keepdim=True)
+    return x.abs().amax(dim=-1, keepdim=True)
 
 
 def _rotate(x: Tensor, rotation: Tensor | None) -> Tensor:
@@ -194,7 +194,7 @@ def _fbgemm_pack(values: Tensor, scale: Tensor) -> torch.ScriptObject:
         # Quantised tensors are to leave torch one day; FBGEMM's packing takes nothing else.
         warnings.simplefilter("ignore", UserWarning)
         zeros = torch.zeros(len(scale), dtype=torch.int64)
-        quantized = torch.ops.aten._make_per_channel_quantized_tensor(values, scale, zeros, 0)
+        quantized = torch._make_per_channel_quantized_tensor(values, scale, zeros, 0)  # pyright: ignore[reportPrivateImportUsage]
     try:
         torch.backends.quantized.engine = "fbgemm"
         return torch.ops.quantized.linear_prepack(quantized, None)
