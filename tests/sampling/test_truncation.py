@@ -156,12 +156,12 @@ def test_top_p_just_below_one_beside_others() -> None:
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"min_p": 0.99}, {"top_k": 150_000}], ids=str)
 def test_mass_over_two_hundred_thousand_tokens(fields: dict[str, Any]) -> None:
     vocab = 200_000
-    tokens = sample_many(torch.zeros(vocab), SamplingParams(**fields), 200).numpy()
+    tokens = sample_many(torch.zeros(vocab), SamplingParams(**fields), 100).numpy()
     # Equal logits: the total order is that of the ids, so top-k and top-p keep the first of them.
     size = round(vocab * fields.get("top_p", 1.0)) if "top_k" not in fields else fields["top_k"]
     assert tokens.max() < size
     assert p_value(torch.from_numpy(tokens // (size // 10)), np.full(10, 0.1)) > 1e-3
-    assert len(set(tokens.tolist())) > 190
+    assert len(set(tokens.tolist())) > 95
     if "top_p" in fields:
         ids, _ = survivors(torch.zeros(vocab), 1.0, vocab, 0.9, 0.0)
         assert abs(len(ids) - size) <= 1

@@ -136,12 +136,12 @@ class SamplingParams:
             ("stop_token_ids", self.stop_token_ids),
             ("bad_words", {token for word in bad_word_ids for token in word}),
         ):
-            largest = max(ids, default=0)
-            if largest >= vocab_size:
-                raise ValueError(f"{name} has id {largest}, but the vocabulary has only {vocab_size} tokens")
+            foreign = [token for token in ids if not 0 <= token < vocab_size]
+            if foreign:
+                raise ValueError(f"{name} has id {foreign[0]}, outside the vocabulary of {vocab_size} tokens")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) > vocab_size:
-                raise ValueError(f"{name} is {getattr(self, name)}, but the vocabulary has only {vocab_size} tokens")
+                raise ValueError(f"{name} ({getattr(self, name)}) exceeds the vocabulary of {vocab_size} tokens")
         banned = {word[0] for word in bad_word_ids if len(word) == 1}
         if self.allowed_token_ids is not None and banned.issuperset(self.allowed_token_ids):
             raise ValueError("bad_words forbids every id of allowed_token_ids, so that no token is left to draw")

@@ -6,7 +6,6 @@ few candidates, and only these are sorted.
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,8 +48,7 @@ def survivors(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
             bound = float(peak + temperature * math.log((1.0 - top_p) * float(mass) / vocab))
         if min_p > 0.0:
             bound = max(bound, float(peak + temperature * math.log(min_p)))
-        # The bound is taken one float32 lower, so that rounding can't exclude a token.
-        ids = _ordered(logits, float(np.nextafter(np.float32(bound), np.float32(-math.inf))))
+        ids = _ordered(logits, bound)
     scores = logits[ids].double()
     scaled = (scores - peak) / temperature
     weights = scaled.exp()
@@ -64,6 +62,9 @@ def survivors(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
 
 
 def _ordered(scores: Tensor, bound: float | Tensor) -> Tensor:
-    """The ids whose score reaches the bound, in the total order."""
+    """The ids whose score reaches the bound, in the total order.
+
+    The comparison rounds the bound to the nearest number of the scores' type, which moves no score to its other side.
+    """
     ids = (scores >= bound).nonzero().flatten()
     return ids[scores[ids].sort(descending=True, stable=True).indices]
