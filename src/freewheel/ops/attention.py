@@ -3,10 +3,11 @@
 The cache of a layer is one tensor [2 (keys, values), kv_heads, num_pages, page_size, head_dim]: what a head has in a
 page is contiguous, and so is what it has in consecutive pages.
 
-Grouped queries (Ainslie et al., arXiv 2305.13245) never copy keys: in a decode step the queries that share a key head
-are the query rows of that head; in a prefill chunk they are heads that read the same memory.
+Grouped queries (Ainslie et al., arXiv 2305.13245) never copy keys for each of their heads.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,31 +19,49 @@ from freewheel.ops.rows import RowBatch
 
 @dataclass(frozen=True)
 class _Decode:
-    """All sequences with a single row.
+    """All sequences with a single row, their slots padded to the longest.
 
     Attributes:
-        rows: int64 [n], their rows; None when the batch has no others.
-        index: int64 [2 * n * kv_heads * pages], the cache's (key or value, head, page) blocks to gather.
-        shape: of what is gathered: (2, n, kv_heads, slots, head_dim).
-        slots: the gathered slots that some sequence needs, from the first on.
-        mask: [n, 1, 1, slots], 0 or -inf; None when every sequence sees all slots.
+        rows: int64 [n], where they are in the batch; None when it has no other rows.
+        mask: [n * kv_heads, 1, slots], -inf where the row does not see the slot, else 0.
+        source: where keys and values are; a lone sequence with consecutive pages has them at a slice of the cache's
+            slots, with nothing to gather.
     """
 
     rows: Tensor | None
+    mask: Tensor
+    source: "_Gather | slice"
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """Brings the pages of sequences together.
+
+    Attributes:
+        index: int64 [2 * n * kv_heads * pages], the blocks to gather; a block is what a head has in a page.
+        blocks: where they go, [2 * n * kv_heads * pages, page_size * head_dim]; each layer overwrites the last one's.
+        key, value: views of the slots in use there, [n * kv_heads, slots, head_dim].
+    """
+
     index: Tensor
-    shape: tuple[int, ...]
-    slots: slice
-    mask: Tensor | None
-    buffer: Tensor
+    blocks: Tensor
+    key: Tensor
+    value: Tensor
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A sequence with several rows: what is gathered and which of it each row sees (None: plain causal)."""
+    """A sequence with several rows.
+
+    Attributes:
+        rows: where they are in the batch.
+        index: int64 [2 * kv_heads * pages], the blocks to gather.
+        slots: the gathered slots in use.
+        mask: [rows, slots], -inf where the row does not see the slot, else 0; None if it is plainly causal.
+    """
 
     rows: slice
     index: Tensor
-    shape: tuple[int, ...]
     slots: slice
     mask: Tensor | None
 
@@ -61,76 +80,73 @@ def plan_attention(batch: RowBatch, cache: Tensor, window: int | None) -> Attent
 
     A row sees the last ``window`` positions up to and including its own, or all of them when ``window`` is None.
     """
-    first_rows = [0]
-    for count in batch.row_counts:
-        first_rows.append(first_rows[-1] + count)
+    ends = list(itertools.accumulate(batch.row_counts))
     single = [s for s, count in enumerate(batch.row_counts) if count == 1]
     chunks = tuple(
-        _plan_chunk(batch.page_table[s], slice(first_rows[s], first_rows[s + 1]), batch.kv_lengths[s], cache, window)
+        _plan_chunk(batch.page_table[s], slice(ends[s] - count, ends[s]), batch.kv_lengths[s], cache, window)
         for s, count in enumerate(batch.row_counts)
         if count > 1
     )
-    if not single:
-        return AttentionPlan(batch.kv_slots, None, chunks)
-    lengths = [batch.kv_lengths[s] for s in single]
-    if chunks:
-        rows = torch.tensor([first_rows[s] for s in single], device=cache.device)
+    decode = None
+    if not chunks:
+        decode = _plan_decode(batch.page_table, None, batch.kv_lengths, cache, window)
+    elif single:
+        rows = torch.tensor([ends[s] - 1 for s in single], device=cache.device)
         page_table = batch.page_table[torch.tensor(single, device=cache.device)]
-    else:
-        rows, page_table = None, batch.page_table
-    return AttentionPlan(batch.kv_slots, _plan_decode(page_table, rows, lengths, cache, window), chunks)
-
-
-def _block_index(pages: Tensor, cache: Tensor) -> Tensor:
-    """Pages [n, pages] to the index of their blocks in the cache, [2 * n * kv_heads * pages]."""
-    kv_heads, num_pages = cache.shape[1:3]
-    heads = torch.arange(2 * kv_heads, device=cache.device).view(2, 1, kv_heads, 1)
-    return (heads * num_pages + pages[:, None, :]).flatten()
+        decode = _plan_decode(page_table, rows, [batch.kv_lengths[s] for s in single], cache, window)
+    return AttentionPlan(batch.kv_slots, decode, chunks)
 
 
 def _plan_decode(
-    page_table: Tensor, rows: Tensor | None, lengths: list[int], cache: Tensor, window: int | None
+    page_table: Tensor, rows: Tensor | None, lengths: Sequence[int], cache: Tensor, window: int | None
 ) -> _Decode:
-    _, kv_heads, _, page_size, head_dim = cache.shape
+    kv_heads, _, page_size, head_dim = cache.shape[1:]
     first_pages = [max(length - window, 0) // page_size if window else 0 for length in lengths]
     slots = max(length - page * page_size for length, page in zip(lengths, first_pages))
-    width = -(-slots // page_size)
     length = torch.tensor(lengths, device=cache.device)[:, None]
     first_page = torch.tensor(first_pages, device=cache.device)[:, None]
-    columns = torch.arange(width, device=cache.device)
+
+    position = first_page * page_size + torch.arange(slots, device=cache.device)
+    mask = _mask(length - 1 - position, window, cache.dtype).repeat_interleave(kv_heads, dim=0)[:, None, :]
+
     # Columns past a sequence's end repeat its own last page: what is masked must at least be finite.
+    columns = torch.arange(-(-slots // page_size), device=cache.device)
     pages = page_table.gather(1, torch.minimum(first_page + columns, (length - 1) // page_size))
-    mask = None
-    if len(lengths) > 1 or (window and lengths[0] > window):
-        position = first_page * page_size + torch.arange(slots, device=cache.device)
-        hidden = position >= length
-        if window:
-            hidden |= position < length - window
-        mask = torch.zeros(hidden.shape, dtype=cache.dtype, device=cache.device)
-        mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None, :]
-    shape = (2, len(lengths), kv_heads, width * page_size, head_dim)
+    if len(lengths) == 1 and torch.equal(pages[0], pages[0, 0] + columns):
+        start = int(pages[0, 0]) * page_size
+        return _Decode(rows, mask, slice(start, start + slots))
     index = _block_index(pages, cache)
-    return _Decode(rows, index, shape, slice(0, slots), mask, cache.new_empty(len(index), page_size * head_dim))
+    blocks = cache.new_empty(len(index), page_size * head_dim)
+    key, value = blocks.view(2, len(mask), -1, head_dim)[:, :, :slots].unbind()
+    return _Decode(rows, mask, _Gather(index, blocks, key, value))
 
 
 def _plan_chunk(page_table: Tensor, rows: slice, length: int, cache: Tensor, window: int | None) -> _Chunk:
-    _, kv_heads, _, page_size, head_dim = cache.shape
+    page_size = cache.shape[3]
     count = rows.stop - rows.start
     start = max(length - count - window + 1, 0) if window else 0  # the first position that the first row sees
     first_page, last_page = start // page_size, (length - 1) // page_size
-    pages = page_table[first_page : last_page + 1]
-    shape = (2, kv_heads, 1, len(pages) * page_size, head_dim)
-    slots = slice(start - first_page * page_size, length - first_page * page_size)
+    index = _block_index(page_table[None, first_page : last_page + 1], cache)
     mask = None
     if count < length - start or (window and length > window):
-        distance = torch.arange(length - count, length, device=cache.device)[:, None] - torch.arange(
-            start, length, device=cache.device
-        )
-        hidden = distance < 0
-        if window:
-            hidden |= distance >= window
-        mask = torch.zeros(hidden.shape, dtype=cache.dtype, device=cache.device).masked_fill_(hidden, -torch.inf)
-    return _Chunk(rows, _block_index(pages[None], cache), shape, slots, mask)
+        row_position = torch.arange(length - count, length, device=cache.device)
+        mask = _mask(row_position[:, None] - torch.arange(start, length, device=cache.device), window, cache.dtype)
+    return _Chunk(rows, index, slice(start - first_page * page_size, length - first_page * page_size), mask)
+
+
+def _mask(distance: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where a row sees what lies ``distance`` positions before it, else -inf."""
+    hidden = distance < 0
+    if window:
+        hidden |= distance >= window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+
+def _block_index(pages: Tensor, cache: Tensor) -> Tensor:
+    """The blocks of pages [n, pages] in the order (key or value, sequence, head, page)."""
+    kv_heads, num_pages = cache.shape[1:3]
+    heads = torch.arange(2 * kv_heads, device=cache.device).view(2, 1, kv_heads, 1)
+    return (heads * num_pages + pages[:, None, :]).flatten()
 
 
 def write_kv(key_value: Tensor, cache: Tensor, kv_slots: Tensor) -> None:
@@ -143,34 +159,42 @@ def paged_attention(query: Tensor, cache: Tensor, plan: AttentionPlan, scale: fl
 
     ``query`` is [rows, heads, head_dim]; returns [rows, heads * head_dim].
     """
-    rows, heads, head_dim = query.shape
-    kv_heads, page_size = cache.shape[1], cache.shape[3]
-    blocks = cache.view(-1, page_size * head_dim)
-    decode = plan.decode
-    if decode is not None and decode.rows is None:
-        return _attend_decode(query, blocks, decode, scale).reshape(rows, heads * head_dim)
-    output = torch.empty_like(query)
-    if decode is not None:
-        assert decode.rows is not None
-        output[decode.rows] = _attend_decode(query[decode.rows], blocks, decode, scale).reshape(-1, heads, head_dim)
+    if plan.decode is not None and plan.decode.rows is None:
+        return _attend_decode(query, cache, plan.decode, scale)
+    output = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+    if plan.decode is not None:
+        output[plan.decode.rows] = _attend_decode(query[plan.decode.rows], cache, plan.decode, scale)
     for chunk in plan.chunks:
-        key, value = blocks.index_select(0, chunk.index).view(chunk.shape)[..., chunk.slots, :]
-        shared = (kv_heads, heads // kv_heads, *key.shape[2:])
-        attended = functional.scaled_dot_product_attention(
-            query[chunk.rows].transpose(0, 1).unflatten(0, shared[:2]),
-            key.expand(shared),
-            value.expand(shared),
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
-            scale=scale,
-        )
-        output[chunk.rows] = attended.flatten(0, 1).transpose(0, 1)
-    return output.view(rows, heads * head_dim)
+        output[chunk.rows] = _attend_chunk(query[chunk.rows], cache, chunk, scale)
+    return output
 
 
-def _attend_decode(query: Tensor, blocks: Tensor, decode: _Decode, scale: float) -> Tensor:
-    """[n, heads, head_dim] -> [n, kv_heads, heads / kv_heads, head_dim]."""
-    torch.index_select(blocks, 0, decode.index, out=decode.buffer)
-    key, value = decode.buffer.view(decode.shape)[..., decode.slots, :]
-    query = query.unflatten(1, (key.shape[1], -1))
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=decode.mask, scale=scale)
+def _attend_decode(query: Tensor, cache: Tensor, decode: _Decode, scale: float) -> Tensor:
+    _, kv_heads, _, page_size, head_dim = cache.shape
+    source = decode.source
+    if isinstance(source, slice):
+        key, value = cache.view(2, kv_heads, -1, head_dim)[:, :, source].unbind()
+    else:
+        torch.index_select(cache.view(-1, page_size * head_dim), 0, source.index, out=source.blocks)
+        key, value = source.key, source.value
+    # The queries that share a key head are the rows of its product. A plain product beats the fused kernel here: that
+    # one is made for many rows.
+    scores = torch.baddbmm(decode.mask, query.reshape(len(decode.mask), -1, head_dim), key.mT, alpha=scale)
+    return torch.bmm(scores.softmax(-1), value).view(len(query), -1)
+
+
+def _attend_chunk(query: Tensor, cache: Tensor, chunk: _Chunk, scale: float) -> Tensor:
+    kv_heads, _, page_size, head_dim = cache.shape[1:]
+    gathered = cache.view(-1, page_size * head_dim).index_select(0, chunk.index)
+    key, value = gathered.view(2, kv_heads, 1, -1, head_dim)[..., chunk.slots, :].unbind()
+    # Key heads take the place of the batch, so that the heads that share one read the same memory.
+    query = query.transpose(0, 1).unflatten(0, (kv_heads, -1))
+    attended = functional.scaled_dot_product_attention(
+        query,
+        key.expand(-1, query.shape[1], -1, -1),
+        value.expand(-1, query.shape[1], -1, -1),
+        attn_mask=chunk.mask,
+        is_causal=chunk.mask is None,
+        scale=scale,
+    )
+    return attended.flatten(0, 1).transpose(0, 1).flatten(1)

@@ -21,5 +21,6 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., n] -> [..., n] in the dtype of ``x``."""
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return (x / norm.hypot_(self.floor)).mul_(self.weight).to(x.dtype)
+        x32 = x.to(torch.float32)
+        norm = torch.linalg.vector_norm(x32, 2, -1, True).hypot_(self.floor)
+        return (x32 * self.weight).div_(norm).to(x.dtype)
