@@ -101,7 +101,7 @@ class _Dense:
         if not self.packed:
             return functional.linear(x, self.weight, self.bias)
         rows = x.expand(2, -1).contiguous() if len(x) == 1 else x.contiguous()
-        return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")[: len(x)]
+        return torch.ops.mkldnn._linear_pointwise.default(rows, self.weight, self.bias, "none", [], "")[: len(x)]
 
 
 class _Int8:
@@ -204,8 +204,7 @@ def _fbgemm_pack(values: Tensor, scale: Tensor) -> torch.ScriptObject:
 
 def _fbgemm_multiply(x: Tensor, weight: torch.ScriptObject, levels: int) -> Tensor:
     """Round ``x`` (float32 [rows, in], within -1 and 1) to ``levels`` steps each way and multiply."""
-    multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-    return multiply(x, 1 / levels, levels + 1, weight)
+    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(x, 1 / levels, levels + 1, weight)
 
 
 @cache
