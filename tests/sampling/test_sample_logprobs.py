@@ -96,3 +96,26 @@ def test_prompt_log_probabilities_do_not_depend_on_how_the_prompt_is_cut() -> No
         parts = [prompt_logprobs(*part, 3) for part in zip(logits.split(cuts), tokens.split(cuts))]
         for name in ("token_logprobs", "ranks", "top_ids", "top_logprobs"):
             assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+
+
+def test_prompt_rows_that_cannot_be_scored_do_not_disturb_the_others() -> None:
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(4))
+    expected = prompt_logprobs(logits, torch.arange(6), 2)
+    logits[1, 7], logits[2, 7], logits[3] = math.nan, math.inf, -math.inf
+    found = prompt_logprobs(logits, torch.tensor([0, 1, 2, 3, 300, 5]), 2)
+    assert found.token_logprobs[1:4].isnan().all()
+    assert (found.top_ids[1:4] == -1).all()
+    assert found.token_logprobs[4] == -math.inf
+    assert found.top_ids[4].tolist() == expected.top_ids[4].tolist()
+    for row in (0, 5):
+        assert found.token_logprobs[row] == expected.token_logprobs[row]
+        assert found.ranks[row] == expected.ranks[row]
+
+
+def test_logits_that_require_gradients_are_sampled_without_them() -> None:
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(5))
+    params = [SamplingParams(logprobs=2, top_k=3, repetition_penalty=1.2)]
+    samples = sample_each(logits.clone().requires_grad_(), params)
+    assert samples.tokens.tolist() == sample_each(logits, params).tokens.tolist()
+    assert samples.logprobs is not None
+    assert not samples.logprobs.top_logprobs.requires_grad

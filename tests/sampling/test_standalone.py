@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-
 SCRIPT = """
 import sys, torch, numpy
 before = set(sys.modules)

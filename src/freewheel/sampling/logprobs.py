@@ -15,7 +15,8 @@ class Logprobs:
 
     Attributes:
         rows: int64 [m], the rows of the batch, ascending.
-        token_logprobs: float32 [m], of the tokens themselves.
+        token_logprobs: float32 [m], of the tokens themselves; -inf for an id past the vocabulary, NaN for a row whose
+            largest logit is not finite (no alternatives are listed for such a row).
         ranks: int64 [m], 1 plus the number of ids with a strictly larger logit.
         top_ids: int64 [m, n], the most likely ids in the total order (larger first, then smaller id), n the most that
             a row asked for; -1 past what a row asked for.
@@ -57,9 +58,12 @@ def describe(rows: Tensor, scores: Sequence[Tensor], tokens: Tensor, counts: Seq
     top_logprobs = torch.full((len(rows), width), -torch.inf, device=rows.device)
     for i, (row, count) in enumerate(zip(scores, counts)):
         peak = row.max()
+        if not peak.isfinite():
+            token_logprobs[i] = torch.nan
+            continue
         # An exponential's relative error grows with the distance to the peak, where its share of the sum is small.
         log_sum = (row.float() - peak).exp_().sum(dtype=torch.float64).log() + peak
-        own = row[tokens[i]]
+        own = row[tokens[i]] if tokens[i] < len(row) else row.new_tensor(-torch.inf)
         token_logprobs[i] = own - log_sum
         ranks[i] = (row > own).sum() + 1
         if count:

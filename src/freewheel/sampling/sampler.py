@@ -60,9 +60,12 @@ class Sampler:
     def __init__(
         self, state: SamplingState, *, draw: Literal["two_level", "gumbel", "multinomial"] = "two_level"
     ) -> None:
-        """Args:
-        state: the running sequences.
-        draw: how to draw; all three sample the same distribution, and the first two are keyed by seed and position.
+        """Sample for the sequences of ``state``.
+
+        Args:
+            state: the running sequences.
+            draw: how to draw. All three sample the same distribution; only the first two are keyed by seed and
+                position, "multinomial" takes torch's global generator.
         """
         draws: dict[str, type[Draw]] = {"two_level": TwoLevel, "gumbel": Gumbel, "multinomial": Multinomial}
         if draw not in draws:
@@ -70,11 +73,12 @@ class Sampler:
         self.state = state
         self._draw = draws[draw]()
 
+    @torch.no_grad()
     def sample(self, logits: Tensor, rows: SampleRows) -> Samples:
-        """Draw a token for each row. The caller appends them to the state.
+        """Draw a token for each row. The caller appends it to the state before it draws the sequence's next one.
 
         Args:
-            logits: [rows, vocab_size], any float type; not modified.
+            logits: [rows, vocab_size], any float type (float64 is rounded to float32); not modified.
             rows: where each row belongs.
         """
         state, slots, positions = self.state, rows.slots, rows.positions

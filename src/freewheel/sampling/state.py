@@ -46,12 +46,14 @@ class SamplingState:
         valid_vocab_size: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Args:
-        slots: sequences that can run at once.
-        vocab_size: width of the model's logits.
-        max_length: longest sequence in tokens.
-        valid_vocab_size: ids that the tokenizer knows, where the head is padded beyond it.
-        device: where the logits will be.
+        """Make room for ``slots`` sequences.
+
+        Args:
+            slots: sequences that can run at once.
+            vocab_size: width of the model's logits.
+            max_length: longest sequence in tokens.
+            valid_vocab_size: ids that the tokenizer knows, where the head is padded beyond it.
+            device: where the logits will be.
         """
 
         def numbers(dtype: torch.dtype, fill: float = 0) -> Tensor:
