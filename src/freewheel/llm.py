@@ -78,6 +78,7 @@ class LLM:
         self.max_model_len = self._engine.max_model_len
         self._replies: dict[str, Reply] = {}
         self._abandoned: list[str] = []
+        self._closed = False
         self._ids = count()
 
     def generate(
@@ -184,7 +185,9 @@ class LLM:
         for reply in self._replies.values():
             reply.fail("the LLM was closed")
         self._replies.clear()
-        self.__dict__.pop("_engine", None)
+        if not self._closed:
+            self._closed = True
+            del self._engine
 
     def __enter__(self) -> "LLM":
         return self
@@ -212,7 +215,7 @@ class LLM:
                     bar.set_postfix_str(f"{tokens / seconds:.1f} output tok/s", refresh=False)
 
     def _submit(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> Reply:
-        if "_engine" not in self.__dict__:
+        if self._closed:
             raise RuntimeError("the LLM was closed")
         request, text = make_request(self.tokenizer, str(next(self._ids)), prompt, params, priority)
         with _uninterrupted():

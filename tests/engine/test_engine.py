@@ -362,7 +362,7 @@ class TestErrors:
     def test_a_step_that_raised_leaves_everything_in_order(self) -> None:
         engine, decoder = make_engine(slots=2)
         for name in "abc":
-            engine.add(make_request(name, [1, 2, 3], n=2))
+            engine.add(make_request(name, [1, 2, 3], n=2, ignore_eos=True))
         engine.step()
 
         def fail(batch: object) -> None:

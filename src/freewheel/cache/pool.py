@@ -98,7 +98,8 @@ class KVPool:
 
         Attention may read the rest of a last page with weight zero, and zero times a NaN left there would be NaN.
         """
-        self._storage.index_fill_(3, torch.tensor(pages, device=self._storage.device), 0)
+        for page in pages:  # on the CPU several times faster than one indexed fill
+            self._storage[:, :, :, page].zero_()
 
 
 def _gib(size: int) -> str:

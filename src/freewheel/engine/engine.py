@@ -214,11 +214,9 @@ class Engine:
                 break
             self._preempt(self._running[outcome.preempt])
 
-        admitted = [offers[key] for key, _ in outcome.rows if key in offers]
-        for offer in admitted:  # all before the first allocation, which must not evict what another one is to share
-            self._cache.retain(offer.pages)
-        for offer in admitted:
-            self._admit(offer)
+        for key, _ in outcome.rows:  # all before the first allocation, which must not evict what another one shares
+            if key in offers:
+                self._admit(offers[key])
         rows = []
         fresh: list[int] = []
         for key, count in outcome.rows:
@@ -233,7 +231,10 @@ class Engine:
     def _candidates(self, offers: dict[int, "_Offer"]) -> Iterator[Entry]:
         """Waiting sequences with what the prefix cache offers them, looked up as the scheduler gets to them."""
         size = self._pool.page_size
+        lowest = max((sequence.rank[0] for sequence in self._running.values()), default=0)
         for sequence in self._waiting:
+            if not self._slots and sequence.rank[0] >= lowest:
+                return  # without a look: no slot is free, nor can one be taken
             offer = offers[sequence.key] = self._offer(sequence)
             idle = sum(map(self._cache.pages.is_idle, offer.pages))
             pages = len(offer.pages)
@@ -255,6 +256,7 @@ class Engine:
         self._remove_waiting(sequence)
         self._running[sequence.key] = sequence
         sequence.slot = slot = self._slots.pop()
+        self._cache.retain(offer.pages)
         sequence.node = offer.node
         sequence.pages = list(offer.pages)
         sequence.computed = len(sequence.pages) * self._pool.page_size
