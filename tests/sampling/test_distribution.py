@@ -137,8 +137,23 @@ def test_draws_from_several_blocks_follow_the_distribution(vocab: int, dtype: to
     logits = torch.from_numpy(generator.normal(size=vocab) * 3).to(dtype)
     params = SamplingParams(temperature=1.3)
     torch.manual_seed(4)
-    tokens = sample_many(logits, params, 2_000 if draw == "gumbel" else 8_000, draw=draw)
+    tokens = sample_many(logits, params, 1_500 if draw == "gumbel" else 5_000, draw=draw)
     assert p_value(tokens, probabilities(logits.double().numpy(), params)) > 1e-3
+
+
+@pytest.mark.parametrize("draw", ["two_level", "gumbel", "multinomial"])
+def test_blocks_are_drawn_by_their_mass_whatever_their_shape(draw: Draw) -> None:
+    logits = torch.full((4 * 1024 + 1,), -math.inf)
+    logits[:1024] = 0.0
+    logits[1500] = math.log(1024)
+    logits[2048:3072] = torch.linspace(-20, math.log(100), 1024)
+    logits[4096] = math.log(500)
+    expected = probabilities(logits.double().numpy(), SamplingParams())
+    torch.manual_seed(5)
+    tokens = sample_many(logits, SamplingParams(), 1500, draw=draw)
+    masses = np.add.reduceat(expected, range(0, len(expected), 1024))
+    assert p_value(tokens // 1024, masses) > 1e-3
+    assert p_value(tokens, expected) > 1e-3
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
