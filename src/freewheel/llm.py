@@ -218,9 +218,14 @@ class LLM:
         if self._closed:
             raise RuntimeError("the LLM was closed")
         request, text = make_request(self.tokenizer, str(next(self._ids)), prompt, params, priority)
-        with _uninterrupted():
-            self._engine.add(request)
-            reply = self._replies[request.request_id] = Reply(request, text, self.tokenizer)
+        reply = Reply(request, text, self.tokenizer)
+        try:
+            with _uninterrupted():
+                self._engine.add(request)
+                self._replies[request.request_id] = reply
+        except BaseException:
+            self._forget([reply])
+            raise
         return reply
 
     def _step(self) -> None:

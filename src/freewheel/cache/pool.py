@@ -63,9 +63,12 @@ def available_memory(device: torch.device) -> int:
     group = Path("/sys/fs/cgroup")
     try:
         limit = int((group / "memory.max").read_text())
-        return max(0, min(free, limit - int((group / "memory.current").read_text())))
+        used = int((group / "memory.current").read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no control group, or one without a limit
         return free
+    cached_files = int(statistics["active_file"]) + int(statistics["inactive_file"])
+    return max(0, min(free, limit - used + cached_files))
 
 
 class KVPool:

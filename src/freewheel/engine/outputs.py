@@ -119,7 +119,7 @@ class Reply:
         self._request_id = request.request_id if request_id is None else request_id
         self.metrics = RequestMetrics(time.monotonic(), len(request.prompt_ids))
         self._prompt = prompt
-        self._tokenizer = tokenizer
+        self._prompt_ids = list(request.prompt_ids)
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._choices = [_Choice(index, request, tokenizer) for index in range(request.params.n)]
         self._unfinished = len(self._choices)
@@ -173,7 +173,7 @@ class Reply:
         return RequestOutput(
             self._request_id,
             self._prompt,
-            list(self.request.prompt_ids),
+            self._prompt_ids,
             self._prompt_logprobs,
             [choice.take() for choice in self._choices],
             self.finished,
