@@ -229,6 +229,27 @@ class TestStream:
         assert essence(list(stream)[-1]) == expected
         assert_idle(llm)
 
+    def test_readers_that_leave_do_not_disturb_those_that_share_their_prefix(self, tiny_model: Path) -> None:
+        rng = random.Random(0)
+        prefix = "the quick brown fox jumps over the lazy dog, and then "
+        greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        with LLM(tiny_model, dtype="float32", enable_prefix_caching=False) as llm:
+            expected = [essence(llm.generate(f"{prefix}{number}", greedy)[0]) for number in range(10)]
+        # a pool of one context and a quarter, so that pages are recycled all the time
+        with LLM(tiny_model, dtype="float32", page_size=4, kv_cache_memory=2 * 2 * 8 * 2 * 4 * 320) as llm:
+            for _ in range(30):
+                numbers = rng.sample(range(10), 5)
+                streams = [(number, llm.stream(f"{prefix}{number}", greedy)) for number in numbers]
+                for number, stream in streams:
+                    if rng.random() < 0.5:
+                        for _ in range(rng.randrange(15)):
+                            next(stream, None)
+                        stream.close()
+                    else:
+                        assert essence(list(stream)[-1]) == expected[number]
+                llm._engine.check()
+            assert_idle(llm)
+
     def test_a_wrong_prompt_is_refused_at_once(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match="prompt is empty"):
             llm.stream([])
