@@ -23,30 +23,18 @@ class _Decode:
 
     Attributes:
         rows: int64 [n], where they are in the batch; None when it has no other rows.
-        mask: [n * kv_heads, 1, slots], -inf where the row does not see the slot, else 0.
-        source: where keys and values are; a lone sequence with consecutive pages has them at a slice of the cache's
-            slots, with nothing to gather.
-    """
-
-    rows: Tensor | None
-    mask: Tensor
-    source: "_Gather | slice"
-
-
-@dataclass(frozen=True)
-class _Gather:
-    """Brings the pages of sequences together.
-
-    Attributes:
         index: int64 [2 * n * kv_heads * pages], the blocks to gather; a block is what a head has in a page.
         blocks: where they go, [2 * n * kv_heads * pages, page_size * head_dim]; each layer overwrites the last one's.
         key, value: views of the slots in use there, [n * kv_heads, slots, head_dim].
+        mask: [n * kv_heads, 1, slots], -inf where the row does not see the slot, else 0.
     """
 
+    rows: Tensor | None
     index: Tensor
     blocks: Tensor
     key: Tensor
     value: Tensor
+    mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -103,6 +91,9 @@ def _plan_decode(
     kv_heads, _, page_size, head_dim = cache.shape[1:]
     first_pages = [max(length - window, 0) // page_size if window else 0 for length in lengths]
     slots = max(length - page * page_size for length, page in zip(lengths, first_pages))
+    # With an odd multiple of 16 slots, products and softmax sum each row in the same order whatever the padding is, and
+    # padding adds zeros: a row's result does not depend on its neighbours. (MKL has another kernel for 256 columns.)
+    slots = -(-slots // 16) // 2 * 32 + 16
     length = torch.tensor(lengths, device=cache.device)[:, None]
     first_page = torch.tensor(first_pages, device=cache.device)[:, None]
 
@@ -111,14 +102,10 @@ def _plan_decode(
 
     # Columns past a sequence's end repeat its own last page: what is masked must at least be finite.
     columns = torch.arange(-(-slots // page_size), device=cache.device)
-    pages = page_table.gather(1, torch.minimum(first_page + columns, (length - 1) // page_size))
-    if len(lengths) == 1 and torch.equal(pages[0], pages[0, 0] + columns):
-        start = int(pages[0, 0]) * page_size
-        return _Decode(rows, mask, slice(start, start + slots))
-    index = _block_index(pages, cache)
+    index = _block_index(page_table.gather(1, torch.minimum(first_page + columns, (length - 1) // page_size)), cache)
     blocks = cache.new_empty(len(index), page_size * head_dim)
     key, value = blocks.view(2, len(mask), -1, head_dim)[:, :, :slots].unbind()
-    return _Decode(rows, mask, _Gather(index, blocks, key, value))
+    return _Decode(rows, index, blocks, key, value, mask)
 
 
 def _plan_chunk(page_table: Tensor, rows: slice, length: int, cache: Tensor, window: int | None) -> _Chunk:
@@ -159,42 +146,35 @@ def paged_attention(query: Tensor, cache: Tensor, plan: AttentionPlan, scale: fl
 
     ``query`` is [rows, heads, head_dim]; returns [rows, heads * head_dim].
     """
+    rows, heads, head_dim = query.shape
     if plan.decode is not None and plan.decode.rows is None:
-        return _attend_decode(query, cache, plan.decode, scale)
-    output = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+        return _attend_decode(query, cache, plan.decode, scale).view(rows, heads * head_dim)
+    output = query.new_empty(query.shape)
     if plan.decode is not None:
-        output[plan.decode.rows] = _attend_decode(query[plan.decode.rows], cache, plan.decode, scale)
+        decode_rows = plan.decode.rows
+        output[decode_rows] = _attend_decode(query[decode_rows], cache, plan.decode, scale).view(-1, heads, head_dim)
     for chunk in plan.chunks:
         output[chunk.rows] = _attend_chunk(query[chunk.rows], cache, chunk, scale)
-    return output
+    return output.view(rows, heads * head_dim)
 
 
 def _attend_decode(query: Tensor, cache: Tensor, decode: _Decode, scale: float) -> Tensor:
-    _, kv_heads, _, page_size, head_dim = cache.shape
-    source = decode.source
-    if isinstance(source, slice):
-        key, value = cache.view(2, kv_heads, -1, head_dim)[:, :, source].unbind()
-    else:
-        torch.index_select(cache.view(-1, page_size * head_dim), 0, source.index, out=source.blocks)
-        key, value = source.key, source.value
-    # The queries that share a key head are the rows of its product. A plain product beats the fused kernel here: that
-    # one is made for many rows.
-    scores = torch.baddbmm(decode.mask, query.reshape(len(decode.mask), -1, head_dim), key.mT, alpha=scale)
-    return torch.bmm(scores.softmax(-1), value).view(len(query), -1)
+    torch.index_select(cache.view(-1, decode.blocks.shape[1]), 0, decode.index, out=decode.blocks)
+    # The queries that share a key head are its query rows, so keys are read once for all of them. The fused kernel is
+    # made for many rows: it is slower here, and its last bits depend on the thread that a row falls to.
+    query = query.reshape(len(decode.mask), -1, query.shape[-1])
+    scores = torch.baddbmm(decode.mask, query, decode.key.mT, alpha=scale)
+    return torch.bmm(scores.softmax(-1), decode.value)
 
 
 def _attend_chunk(query: Tensor, cache: Tensor, chunk: _Chunk, scale: float) -> Tensor:
     kv_heads, _, page_size, head_dim = cache.shape[1:]
-    gathered = cache.view(-1, page_size * head_dim).index_select(0, chunk.index)
-    key, value = gathered.view(2, kv_heads, 1, -1, head_dim)[..., chunk.slots, :].unbind()
-    # Key heads take the place of the batch, so that the heads that share one read the same memory.
+    blocks = cache.view(-1, page_size * head_dim).index_select(0, chunk.index)
+    key, value = blocks.view(2, kv_heads, 1, -1, head_dim)[..., chunk.slots, :].unbind()
+    # Key heads take the place of the batch, so that the query heads that share one read the same memory.
     query = query.transpose(0, 1).unflatten(0, (kv_heads, -1))
+    key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
     attended = functional.scaled_dot_product_attention(
-        query,
-        key.expand(-1, query.shape[1], -1, -1),
-        value.expand(-1, query.shape[1], -1, -1),
-        attn_mask=chunk.mask,
-        is_causal=chunk.mask is None,
-        scale=scale,
+        query, key, value, attn_mask=chunk.mask, is_causal=chunk.mask is None, scale=scale
     )
-    return attended.flatten(0, 1).transpose(0, 1).flatten(1)
+    return attended.flatten(0, 1).transpose(0, 1)

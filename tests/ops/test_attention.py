@@ -1,0 +1,89 @@
+"""Paged attention against a row-by-row definition in float64, and what must not change a row's result."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from freewheel.ops.attention import paged_attention, plan_attention, write_kv
+from freewheel.ops.rows import RowBatch
+
+PAGE, KV_HEADS, HEADS, DIM = 4, 2, 6, 16
+SCALE = 0.3
+
+
+class Paged:
+    """Random keys and values for sequences of given lengths, in shuffled pages of a cache of NaN."""
+
+    def __init__(self, lengths: Sequence[int], counts: Sequence[int]):
+        generator = torch.Generator().manual_seed(0)
+        self.lengths, self.counts = tuple(lengths), tuple(counts)
+        pages_each = [-(-length // PAGE) for length in lengths]
+        num_pages = sum(pages_each) + 3
+        order = torch.randperm(num_pages, generator=generator)
+        self.cache = torch.full((2, KV_HEADS, num_pages, PAGE, DIM), torch.nan)
+        table = torch.nn.utils.rnn.pad_sequence(list(order[: sum(pages_each)].split(pages_each)), batch_first=True)
+        self.contents = [torch.randn(length, 2 * KV_HEADS, DIM, generator=generator) for length in lengths]
+        for pages, content in zip(table, self.contents):
+            self.cache[:, :, pages[: -(-len(content) // PAGE)]] = 0
+            position = torch.arange(len(content))
+            write_kv(content, self.cache, pages[position // PAGE] * PAGE + position % PAGE)
+        self.query = torch.randn(sum(counts), HEADS, DIM, generator=generator)
+        unused = torch.zeros(0, dtype=torch.int64)
+        self.batch = RowBatch(unused, unused, unused, table, unused, self.counts, self.lengths)
+
+    def attend(self, window: int | None) -> Tensor:
+        return paged_attention(self.query, self.cache, plan_attention(self.batch, self.cache, window), SCALE)
+
+    def right(self, window: int | None) -> Tensor:
+        rows = []
+        for content, count, query in zip(self.contents, self.counts, self.query.split(self.counts)):
+            key, value = content.double().repeat_interleave(HEADS // KV_HEADS, dim=1).chunk(2, dim=1)
+            for position, row in enumerate(query.double(), start=len(content) - count):
+                seen = slice(max(position + 1 - window, 0) if window else 0, position + 1)
+                weights = (torch.einsum("hd,phd->hp", row, key[seen]) * SCALE).softmax(-1)
+                rows.append(torch.einsum("hp,phd->hd", weights, value[seen]).flatten())
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 9, 1000])
+@pytest.mark.parametrize(
+    ("lengths", "counts"),
+    [
+        ([1], [1]),
+        ([37], [1]),
+        ([9, 1, 40, 16, 3], [1] * 5),  # decode
+        ([21], [21]),  # a whole prompt
+        ([21], [6]),  # a chunk after a cached prefix
+        ([21, 8, 5], [6, 8, 2]),
+        ([21, 8, 33, 5, 12], [6, 1, 1, 5, 1]),  # mixed
+    ],
+)
+def test_equals_the_definition(lengths: list[int], counts: list[int], window: int | None) -> None:
+    paged = Paged(lengths, counts)
+    torch.testing.assert_close(paged.attend(window).double(), paged.right(window), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_row_does_not_depend_on_its_neighbours(window: int | None, dtype: torch.dtype) -> None:
+    lengths = [5, 700, 64, 256, 130, 513, 31, 249]
+    paged = Paged(lengths, [1] * len(lengths))
+    paged.cache, paged.query = paged.cache.to(dtype), paged.query.to(dtype)
+    together = paged.attend(window)
+    table = paged.batch.page_table
+    empty = torch.zeros(0, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        alone = RowBatch(empty, empty, empty, table[row : row + 1], empty, (1,), (length,))
+        plan = plan_attention(alone, paged.cache, window)
+        assert torch.equal(paged_attention(paged.query[row : row + 1], paged.cache, plan, SCALE)[0], together[row])
+
+
+def test_only_the_rows_slots_are_written() -> None:
+    cache = torch.zeros(2, KV_HEADS, 3, PAGE, DIM)
+    key_value = torch.randn(2, 2 * KV_HEADS, DIM)
+    write_kv(key_value, cache, torch.tensor([9, 2]))
+    assert torch.equal(cache[:, :, 2, 1].flatten(0, 1), key_value[0])
+    assert torch.equal(cache[:, :, 0, 2].flatten(0, 1), key_value[1])
+    assert cache.count_nonzero() == key_value.numel()
