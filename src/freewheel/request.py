@@ -111,6 +111,7 @@ class Sequence:
         request: Request,
         index: int,
         *,
+        tokens: list[int],
         key: int,
         seed: int,
         stop_ids: dict[int, int | None],
@@ -124,7 +125,7 @@ class Sequence:
         self.seed = seed
         self.stop_ids = stop_ids  # id -> the stop_reason to report
         self.max_length = max_length
-        self.tokens = list(request.prompt_ids)
+        self.tokens = tokens  # the prompt; until it is first admitted, a list that all choices have in common
         self.prompt_length = len(self.tokens)
         self.slot = -1
         self.pages: list[int] = []

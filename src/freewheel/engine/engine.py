@@ -133,14 +133,16 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = random_seed() if self.config.seed is None else choice_seed(self.config.seed, self._added)
+        prompt = list(request.prompt_ids)
         sequences = [
             Sequence(
                 request,
                 index,
+                tokens=prompt,
                 key=self._keys + index,
                 seed=choice_seed(seed, index),
                 stop_ids=stop_ids(params, self._eos_token_ids),
-                max_length=max_length(params, len(request.prompt_ids), self.max_model_len),
+                max_length=max_length(params, len(prompt), self.max_model_len),
                 node=self._cache.root,
             )
             for index in range(params.n)
@@ -260,7 +262,9 @@ class Engine:
         sequence.node = offer.node
         sequence.pages = list(offer.pages)
         sequence.computed = len(sequence.pages) * self._pool.page_size
-        sequence.cached_tokens = min(sequence.computed, sequence.prompt_length) if not sequence.preempted else 0
+        if not sequence.preempted:
+            sequence.tokens = sequence.tokens.copy()
+            sequence.cached_tokens = sequence.computed
         self._pool.set_pages(slot, 0, sequence.pages)
         self._state.join(
             slot,
