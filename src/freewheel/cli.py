@@ -193,6 +193,13 @@ def print_summary(output: "RequestOutput") -> None:
     print(" | ".join(parts), file=sys.stderr)
 
 
+def raise_errors(output: "RequestOutput") -> None:
+    """RuntimeError if a choice ended with one."""
+    errors = {choice.error: None for choice in output.outputs if choice.error}
+    if errors:
+        raise RuntimeError("; ".join(errors))
+
+
 def run_generate(args: argparse.Namespace) -> None:
     """``freewheel generate``."""
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
@@ -214,6 +221,7 @@ def run_generate(args: argparse.Namespace) -> None:
         return
     for choice in output.outputs if params.n > 1 else ():
         print(f"--- {choice.index}\n{choice.text}")
+    raise_errors(output)
     print_summary(output)
 
 
@@ -249,6 +257,7 @@ def run_chat(args: argparse.Namespace) -> None:
                     print(f"\n[{str(interruption) or 'interrupted'}]", file=sys.stderr)
                     continue
                 messages.append({"role": "assistant", "content": output.outputs[0].text})
+                raise_errors(output)
                 print_summary(output)
 
 

@@ -142,6 +142,16 @@ def test_unknown_model_and_broken_files_are_one_line(tmp_path: Path, capsys: pyt
     assert str(tmp_path) in fails(capsys, ["generate", "x", "--model", str(tmp_path)])
 
 
+def test_a_request_that_ends_in_an_error_is_one_line_beside_what_was_streamed(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing_left = ["--allowed-token-ids", "71", "--bad-words", "h"]
+    assert main([*generate(tiny_model, *nothing_left)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("freewheel: error: ")
+    assert error.count("\n") == 1
+
+
 def test_options_that_do_not_parse_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["generate"], ["generate", "x", "--temperature", "warm"], ["fly"], []):
         with pytest.raises(SystemExit) as exit_:
