@@ -5,7 +5,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 
 from freewheel.sampling import Sampler, SampleRows, SamplingParams, SamplingState
 from freewheel.sampling.pool import ListPool
@@ -119,6 +119,7 @@ def test_sequences_that_are_too_long_are_refused() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=40))
+@example([(0, 3), (1, 1), (2, 3), (0, 0), (2, 0), (3, 5)])
 def test_the_pool_keeps_every_list_through_any_sequence_of_changes(changes: list[tuple[int, int]]) -> None:
     pool, expected = ListPool(6, torch.int64, "cpu"), {}
     for step, (slot, length) in enumerate(changes):

@@ -113,7 +113,7 @@ def test_bad_words_forbid_their_last_token_after_the_others(history: list[int], 
 def test_bad_words_do_not_reach_before_the_first_token_or_past_the_row() -> None:
     params = SamplingParams(bad_words=["x"], allowed_token_ids=[1, 2, 3])
     state = SamplingState(2, VOCAB, 16)
-    state.join(0, params, [1], seed=0, output_ids=[2, 1, 2], bad_word_ids=[[1, 2, 3], [0, 0, 1, 2]])
+    state.join(0, params, [1], seed=0, output_ids=[2, 1, 2], bad_word_ids=[[1, 2, 3], [1, 1, 2]])
     positions = torch.tensor([1, 2, 3, 4])
     values = torch.zeros(4, VOCAB)
     transform(state, values, torch.zeros_like(positions), positions)
