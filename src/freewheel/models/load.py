@@ -31,8 +31,9 @@ def load(name_or_path: str | Path, *, dtype: DType = "auto", device: torch.devic
     """Finds a model (see :func:`freewheel.models.store.resolve`) and loads it.
 
     Args:
-        dtype: "auto" keeps quantised weights as they are, with bfloat16 activations, and runs others in the
-            checkpoint's own type. Any other value expands quantised weights to that type; "float32" is the exact mode.
+        dtype: "auto" keeps quantised weights small, with float32 activations, and runs others in their own type if
+            the device is good at it. Any other value expands quantised weights to that type; "float32" is the exact
+            mode.
 
     Raises:
         ModelError: the model cannot be found, read or run.
@@ -49,7 +50,8 @@ def load(name_or_path: str | Path, *, dtype: DType = "auto", device: torch.devic
         spec = ModelSpec.from_config(config)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    decoder = Decoder(spec, weights, dtype=_activation_dtype(dtype, config), device=device, quantize=dtype == "auto")
+    activations = _natural_dtype(weights, device) if dtype == "auto" else getattr(torch, dtype)
+    decoder = Decoder(spec, weights, dtype=activations, device=device, quantize=dtype == "auto")
     return LoadedModel(path, spec, decoder, tokenizer)
 
 
@@ -68,9 +70,10 @@ def _read_folder(path: Path) -> "tuple[dict[str, Any], Weights, Tokenizer]":
     return folder_config(path), SafetensorsWeights(path), Tokenizer.from_folder(path)
 
 
-def _activation_dtype(dtype: DType, config: dict[str, Any]) -> torch.dtype:
-    """For "auto" the checkpoint's type (a GGUF file names none), with bfloat16, which has its range, for float16."""
-    if dtype == "auto":
-        stored = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        return torch.float32 if stored == "float32" else torch.bfloat16
-    return getattr(torch, dtype)
+def _natural_dtype(weights: "Weights", device: torch.device | str) -> torch.dtype:
+    """float32 for quantised weights, else their own; bfloat16, which is safe, for float16."""
+    weight = weights["model.layers.0.mlp.down_proj.weight"]
+    if not isinstance(weight, torch.Tensor) or weight.dtype == torch.float32:
+        return torch.float32
+    on_cpu = torch.device(device).type == "cpu"
+    return torch.float32 if on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.bfloat16

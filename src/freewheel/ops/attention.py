@@ -91,9 +91,7 @@ def _plan_decode(
     kv_heads, _, page_size, head_dim = cache.shape[1:]
     first_pages = [max(length - window, 0) // page_size if window else 0 for length in lengths]
     slots = max(length - page * page_size for length, page in zip(lengths, first_pages))
-    # With an odd multiple of 16 slots, products and softmax sum each row in the same order whatever the padding is, and
-    # padding adds zeros: a row's result does not depend on its neighbours. (MKL has another kernel for 256 columns.)
-    slots = -(-slots // 16) // 2 * 32 + 16
+    slots = _padded(slots)
     length = torch.tensor(lengths, device=cache.device)[:, None]
     first_page = torch.tensor(first_pages, device=cache.device)[:, None]
 
@@ -119,6 +117,15 @@ def _plan_chunk(page_table: Tensor, rows: slice, length: int, cache: Tensor, win
         row_position = torch.arange(length - count, length, device=cache.device)
         mask = _mask(row_position[:, None] - torch.arange(start, length, device=cache.device), window, cache.dtype)
     return _Chunk(rows, index, slice(start - first_page * page_size, length - first_page * page_size), mask)
+
+
+def _padded(slots: int) -> int:
+    """A number of slots with which a row's products and softmax are summed in one order, whatever the padding.
+
+    Padding then adds zeros only, and a row's result does not depend on its neighbours. Vector instructions want a
+    multiple of 16, and MKL has kernels of their own for some powers of two and for 193 to 383 columns.
+    """
+    return 400 if 192 < slots < 384 else -(-slots // 16) // 2 * 32 + 16
 
 
 def _mask(distance: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
