@@ -21,7 +21,7 @@ from freewheel.ops.rows import RowBatch
 def kv_cache_shape(spec: ModelSpec, num_pages: int, page_size: int) -> tuple[int, ...]:
     """The shape of one layer's cache: (2 (keys, values), kv_heads, num_pages, page_size, head_dim).
 
-    Allocate it with zeros: memory that was never written is read (and weighted by 0), so it must be finite.
+    What a page holds before it is written must be finite: it may be read, with weight 0.
     """
     return 2, spec.num_kv_heads, num_pages, page_size, spec.head_dim
 
@@ -59,13 +59,13 @@ class Decoder:
         self.spec = spec
         self.dtype = dtype
         self.device = torch.device(device)
-        embedding = reader.matrix("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        embedding = reader.stored("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self.embedding = Embedding.pack(embedding, dtype)
         self.layers = [_Layer(spec, reader, index) for index in range(spec.num_layers)]
         self.norm = reader.norm("model.norm.weight", spec.hidden_size)
         if not spec.tied_embeddings:
-            embedding = reader.matrix("lm_head.weight", spec.vocab_size, spec.hidden_size)
-        self.head = Linear.pack([embedding], dtype)
+            embedding = reader.stored("lm_head.weight", spec.vocab_size, spec.hidden_size)
+        self.head = Linear.pack([reader.expanded(embedding)], dtype)
         self.frequencies = {rope: rope.frequencies(spec.head_dim).to(device) for rope in set(spec.ropes)}
 
     def forward(self, batch: RowBatch, kv: Sequence[Tensor]) -> Tensor:
@@ -156,16 +156,22 @@ class _Reader:
     device: torch.device
     quantize: bool
 
-    def matrix(self, name: str, out_features: int, in_features: int) -> Tensor | GroupQuantized:
-        """[out, in], still quantised if it is and may stay so."""
-        weight = self._checked(name, (out_features, in_features))
-        if isinstance(weight, GroupQuantized):
-            return weight if self.quantize else weight.dequantize()
-        return weight
+    def stored(self, name: str, *shape: int) -> Tensor | GroupQuantized:
+        """The named weight as the file has it."""
+        if self.spec.family == "gemma3":  # the text part of a multimodal checkpoint
+            name = f"language_model.{name}"
+        weight = self.weights[name]
+        if tuple(weight.shape) != shape:
+            raise ModelError(f"weight {name!r} has shape {list(weight.shape)}, but the config says {list(shape)}")
+        return weight.to(self.device) if isinstance(weight, Tensor) else weight
+
+    def expanded(self, weight: Tensor | GroupQuantized) -> Tensor | GroupQuantized:
+        """Quantised no more, unless it may stay so."""
+        return weight.dequantize() if isinstance(weight, GroupQuantized) and not self.quantize else weight
 
     def linear(self, out_features: dict[str, int], in_features: int, *, bias: bool) -> Linear:
         """One product for the named projections."""
-        parts = [self.matrix(f"{name}.weight", size, in_features) for name, size in out_features.items()]
+        parts = [self.expanded(self.stored(f"{name}.weight", size, in_features)) for name, size in out_features.items()]
         biases = [self._vector(f"{name}.bias", size) for name, size in out_features.items()] if bias else None
         return Linear.pack(parts, self.dtype, torch.cat(biases) if biases else None)
 
@@ -185,12 +191,6 @@ class _Reader:
 
     def _vector(self, name: str, size: int) -> Tensor:
         """float32 [size]."""
-        vector = self._checked(name, (size,))
+        vector = self.stored(name, size)
         assert isinstance(vector, Tensor)
-        return vector.to(self.device, torch.float32)
-
-    def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor | GroupQuantized:
-        weight = self.weights[name]
-        if tuple(weight.shape) != shape:
-            raise ModelError(f"weight {name!r} has shape {list(weight.shape)}, but the config says {list(shape)}")
-        return weight
+        return vector.to(torch.float32)
