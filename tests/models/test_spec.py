@@ -34,7 +34,7 @@ def test_optional_keys_of_llama_have_its_defaults() -> None:
     assert spec.attention_scale == 16**-0.5
     assert spec.ropes == (Rope(10_000.0),) * 4
     assert spec.windows == (None,) * 4
-    assert not (spec.tied_embeddings or spec.qkv_bias or spec.output_bias or spec.mlp_bias or spec.qk_norm)
+    assert not any([spec.tied_embeddings, spec.qkv_bias, spec.output_bias, spec.mlp_bias, spec.qk_norm])
 
 
 def test_head_dim_need_not_be_a_share_of_the_hidden_size() -> None:
@@ -80,7 +80,8 @@ def test_windows(name: str, changes: dict[str, Any], windows: list[int | None]) 
 
 def test_gemma3_facts() -> None:
     spec = family("gemma3_text", head_dim=24, query_pre_attn_scalar=30, sliding_window_pattern=2)
-    assert spec.norm_offset and spec.sandwich_norms and spec.qk_norm and spec.tied_embeddings and not spec.float16
+    assert all([spec.norm_offset, spec.sandwich_norms, spec.qk_norm, spec.tied_embeddings])
+    assert not spec.float16
     assert spec.activation == "gelu_tanh"
     assert spec.embedding_scale == 8.0
     assert spec.attention_scale == 30**-0.5

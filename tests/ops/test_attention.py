@@ -9,27 +9,28 @@ from torch import Tensor
 from freewheel.ops.attention import paged_attention, plan_attention, write_kv
 from freewheel.ops.rows import RowBatch
 
-PAGE, KV_HEADS, HEADS, DIM = 4, 2, 6, 16
+PAGE = 4
 SCALE = 0.3
 
 
 class Paged:
     """Random keys and values for sequences of given lengths, in shuffled pages of a cache of NaN."""
 
-    def __init__(self, lengths: Sequence[int], counts: Sequence[int]):
+    def __init__(self, lengths: Sequence[int], counts: Sequence[int], kv_heads: int = 2, group: int = 3, dim: int = 16):
+        self.group = group
         generator = torch.Generator().manual_seed(0)
         self.lengths, self.counts = tuple(lengths), tuple(counts)
         pages_each = [-(-length // PAGE) for length in lengths]
         num_pages = sum(pages_each) + 3
         order = torch.randperm(num_pages, generator=generator)
-        self.cache = torch.full((2, KV_HEADS, num_pages, PAGE, DIM), torch.nan)
+        self.cache = torch.full((2, kv_heads, num_pages, PAGE, dim), torch.nan)
         table = torch.nn.utils.rnn.pad_sequence(list(order[: sum(pages_each)].split(pages_each)), batch_first=True)
-        self.contents = [torch.randn(length, 2 * KV_HEADS, DIM, generator=generator) for length in lengths]
+        self.contents = [torch.randn(length, 2 * kv_heads, dim, generator=generator) for length in lengths]
         for pages, content in zip(table, self.contents):
             self.cache[:, :, pages[: -(-len(content) // PAGE)]] = 0
             position = torch.arange(len(content))
             write_kv(content, self.cache, pages[position // PAGE] * PAGE + position % PAGE)
-        self.query = torch.randn(sum(counts), HEADS, DIM, generator=generator)
+        self.query = torch.randn(sum(counts), kv_heads * group, dim, generator=generator)
         unused = torch.zeros(0, dtype=torch.int64)
         self.batch = RowBatch(unused, unused, unused, table, unused, self.counts, self.lengths)
 
@@ -39,7 +40,7 @@ class Paged:
     def right(self, window: int | None) -> Tensor:
         rows = []
         for content, count, query in zip(self.contents, self.counts, self.query.split(self.counts)):
-            key, value = content.double().repeat_interleave(HEADS // KV_HEADS, dim=1).chunk(2, dim=1)
+            key, value = content.double().repeat_interleave(self.group, dim=1).chunk(2, dim=1)
             for position, row in enumerate(query.double(), start=len(content) - count):
                 seen = slice(max(position + 1 - window, 0) if window else 0, position + 1)
                 weights = (torch.einsum("hd,phd->hp", row, key[seen]) * SCALE).softmax(-1)
@@ -67,9 +68,12 @@ def test_equals_the_definition(lengths: list[int], counts: list[int], window: in
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_row_does_not_depend_on_its_neighbours(window: int | None, dtype: torch.dtype) -> None:
-    lengths = [5, 700, 64, 256, 130, 513, 31, 249]
-    paged = Paged(lengths, [1] * len(lengths))
+@pytest.mark.parametrize("heads", [(3, 3, 64), (1, 4, 256), (2, 7, 64), (2, 4, 128)])
+def test_a_row_does_not_depend_on_its_neighbours(
+    heads: tuple[int, int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    lengths = [5, 700, 64, 256, 130, 300, 513, 31, 193]
+    paged = Paged(lengths, [1] * len(lengths), *heads)
     paged.cache, paged.query = paged.cache.to(dtype), paged.query.to(dtype)
     together = paged.attend(window)
     table = paged.batch.page_table
@@ -81,8 +85,8 @@ def test_a_row_does_not_depend_on_its_neighbours(window: int | None, dtype: torc
 
 
 def test_only_the_rows_slots_are_written() -> None:
-    cache = torch.zeros(2, KV_HEADS, 3, PAGE, DIM)
-    key_value = torch.randn(2, 2 * KV_HEADS, DIM)
+    cache = torch.zeros(2, 5, 3, PAGE, 8)
+    key_value = torch.randn(2, 10, 8)
     write_kv(key_value, cache, torch.tensor([9, 2]))
     assert torch.equal(cache[:, :, 2, 1].flatten(0, 1), key_value[0])
     assert torch.equal(cache[:, :, 0, 2].flatten(0, 1), key_value[1])
