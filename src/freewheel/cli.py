@@ -69,8 +69,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype",
         default="auto",
-        choices=["auto", "float32", "bfloat16"],
-        help="auto keeps quantised weights small; float32 is the exact mode",
+        choices=["auto", "int8", "float32", "bfloat16"],
+        help="auto keeps quantised weights small; int8 is faster for many requests at once; float32 is the exact mode",
     )
     group.add_argument("--device", default="cpu", help="device to run on (default: cpu)")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and output together, in tokens")

@@ -41,6 +41,7 @@ class LLM:
     Attributes:
         tokenizer: the model's tokenizer and chat template.
         max_model_len: most tokens of prompt and output together.
+        weight_bytes: bytes of weights that a decode step reads.
 
     Raises:
         ValueError: an option is wrong or cannot be met.
@@ -74,6 +75,7 @@ class LLM:
         )
         loaded = load(model, dtype=dtype, device=device)
         self.tokenizer = loaded.tokenizer
+        self.weight_bytes = loaded.decoder.weight_bytes
         self._engine = build_engine(loaded, config)
         self.max_model_len = self._engine.max_model_len
         self._replies: dict[str, Reply] = {}

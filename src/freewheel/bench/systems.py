@@ -99,7 +99,11 @@ class CTranslate2:
 
         with tempfile.TemporaryDirectory() as folder:
             source, target = Path(folder, "transformers"), Path(folder, "ctranslate2")
-            load_transformers(model, "float32").save_pretrained(source)
+            source_model = load_transformers(model, "float32")
+            if hasattr(source_model.config, "quantization_config"):  # says GGUF, but the weights are float32 by now
+                source_model.hf_quantizer = None
+                del source_model.config.quantization_config
+            source_model.save_pretrained(source)
             tokenizer = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
             tokenizer.save_pretrained(source)
             ctranslate2.converters.TransformersConverter(str(source)).convert(str(target), quantization=dtype)

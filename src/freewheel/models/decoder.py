@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from freewheel.ops.norm import RMSNorm
 from freewheel.ops.quantize import GroupQuantized
 from freewheel.ops.rope import Rope, Rotation, rotate_, rotation
 from freewheel.ops.rows import RowBatch
+
+Quantize = Literal["none", "auto", "int8"]
 
 
 def kv_cache_shape(spec: ModelSpec, num_pages: int, page_size: int) -> tuple[int, ...]:
@@ -38,7 +41,8 @@ class Decoder:
         spec: the shape.
         weights: tensors by checkpoint name.
         dtype: of activations, cache and logits.
-        quantize: whether quantised weights stay so; otherwise they are expanded to ``dtype``.
+        quantize: what becomes of quantised weights: "none" expands them to ``dtype``, "auto" takes the product closest
+            to each, "int8" the one that is fastest with many rows (see :mod:`freewheel.ops.linear`).
 
     Raises:
         ModelError: a weight is missing or has another shape than the specification says.
@@ -51,7 +55,7 @@ class Decoder:
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        quantize: bool = False,
+        quantize: Quantize = "none",
     ):
         if dtype == torch.float16 and not spec.float16:
             raise ModelError(f"{spec.family} overflows in float16; use bfloat16 or float32")
@@ -65,8 +69,14 @@ class Decoder:
         self.norm = reader.norm("model.norm.weight", spec.hidden_size)
         if not spec.tied_embeddings:
             embedding = reader.stored("lm_head.weight", spec.vocab_size, spec.hidden_size)
-        self.head = Linear.pack([reader.expanded(embedding)], dtype)
+        self.head = reader.pack([embedding])
         self.frequencies = {rope: rope.frequencies(spec.head_dim).to(device) for rope in set(spec.ropes)}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of matrices that a step reads: everything but the embedding table, of which it reads a few rows."""
+        layers = (layer.weight_bytes for layer in self.layers)
+        return sum(layers) + self.head.nbytes
 
     def forward(self, batch: RowBatch, kv: Sequence[Tensor]) -> Tensor:
         """One step.
@@ -126,6 +136,10 @@ class _Layer:
             self.mlp_norm = reader.norm(name + "post_attention_layernorm.weight", hidden_size)
             self.post_attention_norm = self.post_mlp_norm = None
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(linear.nbytes for linear in (self.qkv, self.output, self.gate_up, self.down))
+
     def __call__(self, hidden: Tensor, cache: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
         attended = self.attend(self.attention_norm(hidden), cache, rotation, plan)
         if self.post_attention_norm is not None:
@@ -154,7 +168,7 @@ class _Reader:
     weights: Weights
     dtype: torch.dtype
     device: torch.device
-    quantize: bool
+    quantize: Quantize
 
     def stored(self, name: str, *shape: int) -> Tensor | GroupQuantized:
         """The named weight as the file has it."""
@@ -165,15 +179,17 @@ class _Reader:
             raise ModelError(f"weight {name!r} has shape {list(weight.shape)}, but the config says {list(shape)}")
         return weight.to(self.device) if isinstance(weight, Tensor) else weight
 
-    def expanded(self, weight: Tensor | GroupQuantized) -> Tensor | GroupQuantized:
-        """Quantised no more, unless it may stay so."""
-        return weight.dequantize() if isinstance(weight, GroupQuantized) and not self.quantize else weight
-
     def linear(self, out_features: dict[str, int], in_features: int, *, bias: bool) -> Linear:
         """One product for the named projections."""
-        parts = [self.expanded(self.stored(f"{name}.weight", size, in_features)) for name, size in out_features.items()]
+        parts = [self.stored(f"{name}.weight", size, in_features) for name, size in out_features.items()]
         biases = [self._vector(f"{name}.bias", size) for name, size in out_features.items()] if bias else None
-        return Linear.pack(parts, self.dtype, torch.cat(biases) if biases else None)
+        return self.pack(parts, torch.cat(biases) if biases else None)
+
+    def pack(self, parts: Sequence[Tensor | GroupQuantized], bias: Tensor | None = None) -> Linear:
+        """One product, quantised as far as it may be."""
+        if self.quantize == "none":
+            parts = [part.dequantize() if isinstance(part, GroupQuantized) else part for part in parts]
+        return Linear.pack(parts, self.dtype, bias, int4=self.quantize == "auto")
 
     def norm(self, name: str, size: int) -> RMSNorm:
         """The norm with the named weight."""
