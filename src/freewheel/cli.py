@@ -123,10 +123,13 @@ def build_parser() -> argparse.ArgumentParser:
     kinds = bench.add_subparsers(dest="bench", metavar="KIND", required=True)
     decode = kinds.add_parser("decode", help="decode tokens/s of this engine and of others")
     start = kinds.add_parser("start", help="from a cold process to the first token")
+    divergence = kinds.add_parser("divergence", help="what a cheaper number format costs in exactness")
     from freewheel.bench import decode as bench_decode
+    from freewheel.bench import divergence as bench_divergence
     from freewheel.bench import start as bench_start
 
-    for command_parser, benchmark in ((decode, bench_decode), (start, bench_start)):
+    benchmarks = ((decode, bench_decode), (start, bench_start), (divergence, bench_divergence))
+    for command_parser, benchmark in benchmarks:
         benchmark.add_arguments(command_parser)
         command_parser.set_defaults(run=benchmark.run)
     return parser

@@ -59,8 +59,8 @@ def test_bfloat16_stays_close(tiny_model: Path) -> None:
 
 
 def test_refuses_unknown_types_and_models(tiny_model: Path) -> None:
-    with pytest.raises(ValueError, match="dtype must be one of auto, float32, bfloat16, float16, not 'int8'"):
-        load(tiny_model, dtype="int8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dtype must be one of auto, int8, float32, bfloat16, float16, not 'int4'"):
+        load(tiny_model, dtype="int4")  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="unknown model"):
         load("no-such-model")
 

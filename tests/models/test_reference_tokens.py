@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from freewheel import LLM, SamplingParams
+from freewheel.bench.divergence import logits_of
 from freewheel.models.load import load
-from freewheel.ops.rows import RowBatch
 
 DATA = Path(__file__).parents[1] / "data"
 MODELS = ["smollm2", "gemma3-270m"]
@@ -26,27 +26,13 @@ def reference(name: str) -> dict:
     return json.loads((DATA / f"reference_{name}.json").read_text())
 
 
-def teacher_forced(decoder, tokens: list[int]) -> torch.Tensor:
-    """Logits after every token, [tokens, vocab], in one pass over a fresh cache."""
-    from freewheel.models.decoder import kv_cache_shape
-
-    count = len(tokens)
-    page_size = 16
-    pages = -(-count // page_size)
-    kv = torch.zeros(decoder.spec.num_layers, *kv_cache_shape(decoder.spec, pages, page_size), dtype=decoder.dtype)
-    rows = torch.arange(count)
-    batch = RowBatch(torch.tensor(tokens), rows, rows, torch.arange(pages)[None], rows, (count,), (count,))
-    with torch.inference_mode():
-        return decoder.forward(batch, list(kv))
-
-
 @pytest.mark.real
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_choose_the_reference_tokens_at_every_position(name: str) -> None:
     decoder, data = load(name, dtype="float32").decoder, reference(name)
     for case in data["cases"]:
         prompt, tokens = case["prompt_token_ids"], case["token_ids"]
-        logits = teacher_forced(decoder, prompt + tokens)[len(prompt) - 1 : -1]
+        logits = logits_of(decoder, prompt + tokens)[len(prompt) - 1 : -1]
         logits = logits.index_fill(1, torch.tensor(data["eos"]), -torch.inf)
         chosen = logits.argmax(1).tolist()
         for position, (ours, theirs, gap) in enumerate(zip(chosen, tokens, case["gaps"])):

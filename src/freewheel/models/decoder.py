@@ -144,14 +144,14 @@ class _Layer:
         attended = self.attend(self.attention_norm(hidden), cache, rotation, plan)
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(attended)
-        hidden = attended.add_(hidden)
+        hidden.add_(attended)
         mixed = self.down(gated(self.gate_up(self.mlp_norm(hidden)), self.activation))
         if self.post_mlp_norm is not None:
             mixed = self.post_mlp_norm(mixed)
-        return mixed.add_(hidden)
+        return hidden.add_(mixed)
 
     def attend(self, hidden: Tensor, cache: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
-        qkv = self.qkv(hidden).unflatten(1, (-1, self.head_dim))
+        qkv = self.qkv(hidden).to(hidden.dtype).unflatten(1, (-1, self.head_dim))
         query_key = qkv[:, : self.num_heads + self.num_kv_heads]
         if self.qk_norm is not None:
             query_key.copy_(self.qk_norm(query_key))

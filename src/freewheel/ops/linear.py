@@ -53,7 +53,8 @@ class Linear:
 
         Args:
             parts: each [out_i, in]; quantised ones may differ in bits and group.
-            dtype: of inputs and results, and of a dense weight.
+            dtype: of a dense weight, its inputs and results. int4 results are bfloat16, int8 ones float32; both take
+                inputs of either type.
             bias: [sum of out_i].
             int4: whether parts of 4 bits are multiplied as they are; else quantised parts meet in int8.
         """
@@ -61,9 +62,9 @@ class Linear:
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         if len(quantized) == len(parts) and quantized[0].values.device.type == "cpu":
             if int4 and _Int4.takes(quantized):
-                return cls(_Int4(quantized, dtype, bias), out_features, in_features)
+                return cls(_Int4(quantized, bias), out_features, in_features)
             if _int8_levels():
-                return cls(_Int8.pack(quantized, dtype, bias), out_features, in_features)
+                return cls(_Int8.pack(quantized, bias), out_features, in_features)
         dense = [part.dequantize() if isinstance(part, GroupQuantized) else part for part in parts]
         weight = dense[0].to(dtype) if len(dense) == 1 else torch.cat([part.to(dtype) for part in dense])
         return cls(_Dense(weight, None if bias is None else bias.to(dtype)), out_features, in_features)
@@ -127,17 +128,16 @@ class _Int4:
     ``w[o, i] = scale[o, g] * (values[o, i] - 8) + centre[o, g]`` with ``centre = offset + 8 * scale``.
     """
 
-    def __init__(self, parts: Sequence[GroupQuantized], dtype: torch.dtype, bias: Tensor | None):
+    def __init__(self, parts: Sequence[GroupQuantized], bias: Tensor | None):
         values = torch.cat([part.values for part in parts])
         scale = torch.cat([part.scale.to(torch.float32) for part in parts])
         offset = torch.cat([part.offset.to(torch.float32) for part in parts])
         self.group = parts[0].group
-        self.dtype = dtype
-        self.bias = bias
+        self.bias = None if bias is None else bias.to(torch.bfloat16)
         self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.to(torch.int32), 1)
         # [in / group, out, 2 (scale, centre)]
         self.scales = torch.stack([scale, offset + 8 * scale], dim=-1).transpose(0, 1).to(torch.bfloat16).contiguous()
-        self.nbytes = self.weight.nbytes + self.scales.nbytes + (0 if bias is None else bias.nbytes)
+        self.nbytes = self.weight.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     @staticmethod
     def takes(parts: Sequence[GroupQuantized]) -> bool:
@@ -151,7 +151,7 @@ class _Int4:
 
     def __call__(self, x: Tensor) -> Tensor:
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-        y = multiply(x.to(torch.bfloat16), self.weight, self.group, self.scales).to(self.dtype)
+        y = multiply(x.to(torch.bfloat16), self.weight, self.group, self.scales)
         return y if self.bias is None else y.add_(self.bias)
 
 
@@ -166,19 +166,17 @@ class _Int8:
         weight: torch.ScriptObject,
         levels: int,
         rotation: Tensor | None,
-        dtype: torch.dtype,
         bias: Tensor | None,
         nbytes: int,
     ):
         self.weight = weight
         self.levels = levels
         self.rotation = rotation
-        self.dtype = dtype
         self.bias = bias
         self.nbytes = nbytes
 
     @classmethod
-    def pack(cls, parts: Sequence[GroupQuantized], dtype: torch.dtype, bias: Tensor | None) -> "_Int8":
+    def pack(cls, parts: Sequence[GroupQuantized], bias: Tensor | None) -> "_Int8":
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         rotation = _rotation(in_features)
         values = torch.empty(out_features, in_features, dtype=torch.int8)
@@ -195,7 +193,6 @@ class _Int8:
             _fbgemm_pack(values, scale.view(-1)),
             _int8_levels(),
             rotation,
-            dtype,
             None if bias is None else bias.to(torch.float32),
             # FBGEMM keeps, beside the values, a float32 scale, an int32 zero point and an int32 sum for each output.
             values.nbytes + 12 * out_features + (0 if bias is None else 4 * out_features),
@@ -206,7 +203,7 @@ class _Int8:
         # A row of zeros divides by zero, but whatever integers come of that are multiplied by zero in the end.
         scale = _largest(x)
         y = _fbgemm_multiply(x.div_(scale), self.weight, self.levels).mul_(scale)
-        return (y if self.bias is None else y.add_(self.bias)).to(self.dtype)
+        return y if self.bias is None else y.add_(self.bias)
 
 
 def _largest(x: Tensor) -> Tensor:
