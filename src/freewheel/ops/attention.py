@@ -19,7 +19,7 @@ from freewheel.ops.rows import RowBatch
 
 @dataclass(frozen=True)
 class _Decode:
-    """All sequences with a single row, their slots padded to the longest.
+    """Sequences with a single row and the same width, which is their number of slots rounded up.
 
     Attributes:
         rows: int64 [n], where they are in the batch; None when it has no other rows.
@@ -59,7 +59,7 @@ class AttentionPlan:
     """What the layers with one window size have in common in a step: where rows go and which slots they see."""
 
     kv_slots: Tensor
-    decode: _Decode | None
+    decodes: tuple[_Decode, ...]
     chunks: tuple[_Chunk, ...]
 
 
@@ -75,35 +75,55 @@ def plan_attention(batch: RowBatch, cache: Tensor, window: int | None) -> Attent
         for s, count in enumerate(batch.row_counts)
         if count > 1
     )
-    decode = None
-    if not chunks:
-        decode = _plan_decode(batch.page_table, None, batch.kv_lengths, cache, window)
-    elif single:
-        rows = torch.tensor([ends[s] - 1 for s in single], device=cache.device)
-        page_table = batch.page_table[torch.tensor(single, device=cache.device)]
-        decode = _plan_decode(page_table, rows, [batch.kv_lengths[s] for s in single], cache, window)
-    return AttentionPlan(batch.kv_slots, decode, chunks)
+    # A row's products and softmax are summed in an order that may depend on the padded width, so the width depends on
+    # the row's own length alone: neighbours change nothing, and a long one costs the short ones nothing.
+    widths: dict[int, list[int]] = {}
+    for s in single:
+        widths.setdefault(_width(batch.kv_lengths[s], window, cache.shape[3]), []).append(s)
+    decodes = []
+    for width, sequences in widths.items():
+        whole = len(sequences) == len(batch.row_counts)
+        rows = None if whole else torch.tensor([ends[s] - 1 for s in sequences], device=cache.device)
+        page_table = batch.page_table if whole else batch.page_table[torch.tensor(sequences, device=cache.device)]
+        lengths = [batch.kv_lengths[s] for s in sequences]
+        decodes.append(_plan_decode(page_table, rows, lengths, cache, window, width))
+    return AttentionPlan(batch.kv_slots, tuple(decodes), chunks)
 
 
 def _plan_decode(
-    page_table: Tensor, rows: Tensor | None, lengths: Sequence[int], cache: Tensor, window: int | None
+    page_table: Tensor, rows: Tensor | None, lengths: Sequence[int], cache: Tensor, window: int | None, width: int
 ) -> _Decode:
     kv_heads, _, page_size, head_dim = cache.shape[1:]
-    first_pages = [max(length - window, 0) // page_size if window else 0 for length in lengths]
-    slots = max(length - page * page_size for length, page in zip(lengths, first_pages))
-    slots = _padded(slots)
     length = torch.tensor(lengths, device=cache.device)[:, None]
-    first_page = torch.tensor(first_pages, device=cache.device)[:, None]
+    first_page = torch.tensor([_first_page(length, window, page_size) for length in lengths], device=cache.device)[
+        :, None
+    ]
 
-    position = first_page * page_size + torch.arange(slots, device=cache.device)
+    position = first_page * page_size + torch.arange(width, device=cache.device)
     mask = _mask(length - 1 - position, window, cache.dtype).repeat_interleave(kv_heads, dim=0)[:, None, :]
 
     # Columns past a sequence's end repeat its own last page: what is masked must at least be finite.
-    columns = torch.arange(-(-slots // page_size), device=cache.device)
+    columns = torch.arange(-(-width // page_size), device=cache.device)
     index = _block_index(page_table.gather(1, torch.minimum(first_page + columns, (length - 1) // page_size)), cache)
     blocks = cache.new_empty(len(index), page_size * head_dim)
-    key, value = blocks.view(2, len(mask), -1, head_dim)[:, :, :slots].unbind()
+    key, value = blocks.view(2, len(mask), -1, head_dim)[:, :, :width].unbind()
     return _Decode(rows, index, blocks, key, value, mask)
+
+
+def _first_page(length: int, window: int | None, page_size: int) -> int:
+    """The page with the first position that the last row sees."""
+    return max(length - window, 0) // page_size if window else 0
+
+
+def _width(length: int, window: int | None, page_size: int) -> int:
+    """Slots to gather for a decode row: few different widths, at most half of it padding, none of it from neighbours.
+
+    64, 128, 192, 256, 384, 512, 768, ...: a batch of mixed lengths falls into few groups.
+    """
+    slots = length - _first_page(length, window, page_size) * page_size
+    step = 1 << max(6, (slots - 1).bit_length() - 2)
+    width = -(-slots // step) * step
+    return min(width, window + page_size - 1) if window else width
 
 
 def _plan_chunk(page_table: Tensor, rows: slice, length: int, cache: Tensor, window: int | None) -> _Chunk:
@@ -117,15 +137,6 @@ def _plan_chunk(page_table: Tensor, rows: slice, length: int, cache: Tensor, win
         row_position = torch.arange(length - count, length, device=cache.device)
         mask = _mask(row_position[:, None] - torch.arange(start, length, device=cache.device), window, cache.dtype)
     return _Chunk(rows, index, slice(start - first_page * page_size, length - first_page * page_size), mask)
-
-
-def _padded(slots: int) -> int:
-    """A number of slots with which a row's products and softmax are summed in one order, whatever the padding.
-
-    Padding then adds zeros only, and a row's result does not depend on its neighbours. Vector instructions want a
-    multiple of 16, and MKL has kernels of their own for some powers of two and for 193 to 383 columns.
-    """
-    return 400 if 192 < slots < 384 else -(-slots // 16) // 2 * 32 + 16
 
 
 def _mask(distance: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -154,12 +165,11 @@ def paged_attention(query: Tensor, cache: Tensor, plan: AttentionPlan, scale: fl
     ``query`` is [rows, heads, head_dim]; returns [rows, heads * head_dim].
     """
     rows, heads, head_dim = query.shape
-    if plan.decode is not None and plan.decode.rows is None:
-        return _attend_decode(query, cache, plan.decode, scale).view(rows, heads * head_dim)
+    if plan.decodes and plan.decodes[0].rows is None:
+        return _attend_decode(query, cache, plan.decodes[0], scale).view(rows, heads * head_dim)
     output = query.new_empty(query.shape)
-    if plan.decode is not None:
-        decode_rows = plan.decode.rows
-        output[decode_rows] = _attend_decode(query[decode_rows], cache, plan.decode, scale).view(-1, heads, head_dim)
+    for decode in plan.decodes:
+        output[decode.rows] = _attend_decode(query[decode.rows], cache, decode, scale).view(-1, heads, head_dim)
     for chunk in plan.chunks:
         output[chunk.rows] = _attend_chunk(query[chunk.rows], cache, chunk, scale)
     return output.view(rows, heads * head_dim)

@@ -213,7 +213,12 @@ def _largest(x: Tensor) -> Tensor:
 
 def _rotate(x: Tensor, rotation: Tensor | None) -> Tensor:
     """Multiply each block of columns by ``rotation``, into new memory."""
-    return x.clone() if rotation is None else torch.mm(x.reshape(-1, len(rotation)), rotation).view(x.shape)
+    if rotation is None:
+        return x.clone()
+    blocks = x.reshape(-1, len(rotation))
+    # A lone block would be a matrix-vector product, which MKL sums in another order on some processors.
+    rotated = torch.mm(blocks.expand(2, -1) if len(blocks) == 1 else blocks, rotation)
+    return rotated[: len(blocks)].view(x.shape)
 
 
 @cache
