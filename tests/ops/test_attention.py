@@ -81,7 +81,10 @@ def test_a_row_does_not_depend_on_its_neighbours(
     for row, length in enumerate(lengths):
         alone = RowBatch(empty, empty, empty, table[row : row + 1], empty, (1,), (length,))
         plan = plan_attention(alone, paged.cache, window)
-        assert torch.equal(paged_attention(paged.query[row : row + 1], paged.cache, plan, SCALE)[0], together[row])
+        result = paged_attention(paged.query[row : row + 1], paged.cache, plan, SCALE)[0]
+        # The same sums over the same width; MKL may still order them by the number of threads and sequences.
+        rounding = 1e-6 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(result, together[row], rtol=0, atol=rounding * float(together[row].abs().max()))
 
 
 def test_only_the_rows_slots_are_written() -> None:

