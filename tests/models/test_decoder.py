@@ -215,13 +215,3 @@ def test_cache_bytes() -> None:
     shape = kv_cache_shape(decoder.spec, num_pages=5, page_size=PAGE)
     layers = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(decoder.spec.num_layers)]
     assert kv_bytes_per_token(decoder.spec, torch.bfloat16) * 5 * PAGE == sum(layer.nbytes for layer in layers)
-
-
-def test_the_text_part_of_a_multimodal_gemma3() -> None:
-    reference, decoder = make_pair("gemma3")
-    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
-    spec = ModelSpec.from_config(config | {"text_config": reference.config.to_dict()})
-    tensors = {f"language_model.{name}": tensor for name, tensor in reference.state_dict().items()}
-    same = Decoder(spec, Checkpoint(tensors), dtype=torch.float32)
-    tokens = prompt(20)
-    assert torch.equal(Sequences(same).extend({0: tokens})[0], Sequences(decoder).extend({0: tokens})[0])

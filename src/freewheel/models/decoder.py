@@ -172,8 +172,6 @@ class _Reader:
 
     def stored(self, name: str, *shape: int) -> Tensor | GroupQuantized:
         """The named weight as the file has it."""
-        if self.spec.family == "gemma3":  # the text part of a multimodal checkpoint
-            name = f"language_model.{name}"
         weight = self.weights[name]
         if tuple(weight.shape) != shape:
             raise ModelError(f"weight {name!r} has shape {list(weight.shape)}, but the config says {list(shape)}")

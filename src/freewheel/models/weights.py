@@ -12,6 +12,7 @@ from freewheel.models.errors import ModelError
 from freewheel.ops.quantize import GroupQuantized
 
 _DTYPES = ("F32", "F16", "BF16")
+_LANGUAGE_MODEL = "language_model."
 
 
 class Weights(Protocol):
@@ -33,6 +34,8 @@ class Weights(Protocol):
 
 class SafetensorsWeights:
     """The tensors of a folder: ``model.safetensors``, or the shards that ``model.safetensors.index.json`` names.
+
+    Of a multimodal checkpoint, the tensors of its language model, under the names that they have in a text model.
 
     Raises:
         ModelError: a file is missing, truncated or damaged, or lacks a tensor that the index promises.
@@ -59,15 +62,18 @@ class SafetensorsWeights:
             if name not in shards[shard].keys():  # noqa: SIM118
                 raise ModelError(f"{folder / shard}: lacks the tensor {name!r} that {index_path.name} places there")
         self._shard_of |= index
+        multimodal = any(name.startswith(_LANGUAGE_MODEL) for name in self._shard_of)
+        self._prefix = _LANGUAGE_MODEL if multimodal else ""
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shard_of)
+        return (name.removeprefix(self._prefix) for name in self._shard_of if name.startswith(self._prefix))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._shard_of
+        return f"{self._prefix}{name}" in self._shard_of
 
     def __getitem__(self, name: str) -> Tensor:
         """The tensor as stored, a view of the mapped file."""
+        name = self._prefix + name
         if name not in self._shard_of:
             raise ModelError(f"{self._folder}: has no tensor {name!r}")
         shard = self._shard_of[name]
