@@ -4,6 +4,7 @@ Only argparse is imported until a command needs more: ``freewheel --help`` must 
 """
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -69,7 +70,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype",
         default="auto",
-        choices=["auto", "int8", "float32", "bfloat16"],
+        choices=["auto", "int8", "float32", "bfloat16", "float16"],
         help="auto keeps quantised weights small; int8 is faster for many requests at once; float32 is the exact mode",
     )
     group.add_argument("--device", default="cpu", help="device to run on (default: cpu)")
@@ -151,7 +152,9 @@ def load(args: argparse.Namespace) -> "tuple[LLM, dict[str, float]]":
     if args.threads is not None:
         if args.threads < 1:
             raise ValueError(f"threads: {args.threads} is not at least 1")
-        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # before torch starts its pool
+        import torch
+
+        torch.set_num_threads(args.threads)
     from freewheel.llm import LLM
 
     imported = time.perf_counter()
@@ -179,7 +182,7 @@ def timings(output: "RequestOutput") -> dict[str, float]:
     generated = sum(len(choice.token_ids) for choice in output.outputs)
     return {
         "first_token_s": first,
-        "prompt_tokens_per_s": len(output.prompt_token_ids) / first if first > 0 else 0.0,
+        "prompt_tokens_per_s": (metrics.prompt_tokens - metrics.cached_tokens) / first if first > 0 else 0.0,
         "decode_tokens_per_s": (generated - len(output.outputs)) / last if last > 0 else 0.0,
     }
 
@@ -196,6 +199,13 @@ def print_summary(output: "RequestOutput") -> None:
     print(" | ".join(parts), file=sys.stderr)
 
 
+def refuse_unseen_logprobs(params: "SamplingParams", shown: bool = False) -> None:
+    """ValueError if log probabilities are asked for where nothing shows them."""
+    for field in ("logprobs", "prompt_logprobs"):
+        if getattr(params, field) is not None and not shown:
+            raise ValueError(f"{field}: only freewheel generate --json shows log probabilities")
+
+
 def raise_errors(output: "RequestOutput") -> None:
     """RuntimeError if a choice ended with one."""
     errors = {choice.error: None for choice in output.outputs if choice.error}
@@ -207,6 +217,7 @@ def run_generate(args: argparse.Namespace) -> None:
     """``freewheel generate``."""
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = sampling_params(args)
+    refuse_unseen_logprobs(params, args.json)
     llm, startup = load(args)
     with llm:
         templated = llm.tokenizer.chat_template is not None and not args.raw
@@ -221,6 +232,7 @@ def run_generate(args: argparse.Namespace) -> None:
             output = stream_text(llm, prompt, params)
     if args.json:
         print(json.dumps(output.to_dict() | {"model": args.model, "timings": startup | timings(output)}))
+        raise_errors(output)
         return
     for choice in output.outputs if params.n > 1 else ():
         print(f"--- {choice.index}\n{choice.text}")
@@ -233,6 +245,7 @@ def run_chat(args: argparse.Namespace) -> None:
     params = sampling_params(args)
     if params.n > 1:
         raise ValueError("n: a conversation goes on with one answer, so n must be 1")
+    refuse_unseen_logprobs(params)
     llm, startup = load(args)
     with llm:
         if llm.tokenizer.chat_template is None:
@@ -255,12 +268,12 @@ def run_chat(args: argparse.Namespace) -> None:
                 messages.append({"role": "user", "content": text})
                 try:
                     output = stream_text(llm, llm.render(messages), params)
-                except (KeyboardInterrupt, ValueError) as interruption:
+                    raise_errors(output)
+                except (KeyboardInterrupt, ValueError, RuntimeError) as interruption:
                     messages.pop()  # the question stays unanswered, so it is not part of what was said
                     print(f"\n[{str(interruption) or 'interrupted'}]", file=sys.stderr)
                     continue
                 messages.append({"role": "assistant", "content": output.outputs[0].text})
-                raise_errors(output)
                 print_summary(output)
 
 
@@ -270,22 +283,25 @@ def run_models(args: argparse.Namespace) -> None:
 
     cached = {model.name: model for model in cached_models()}
     if args.json:
-        print(
-            json.dumps(
-                [{"name": model.name, "path": str(model.path), "bytes": model.nbytes} for model in cached.values()]
-            )
-        )
+        entries = [
+            {"name": name, "path": str(cached[name].path), "bytes": cached[name].nbytes, "cached": True}
+            if name in cached
+            else {"name": name, "path": None, "bytes": builtin.nbytes, "cached": False}
+            for name, builtin in BUILTIN.items()
+        ]
+        print(json.dumps(entries))
         return
     print(f"cache: {cache_folder()}")
-    for name in [*BUILTIN, *(name for name in cached if name not in BUILTIN)]:
-        model = cached.get(name)
-        state = f"{model.nbytes / 1e6:8.1f} MB  {model.path}" if model else "       -     fetched on first use"
-        print(f"  {name:14}{state}")
+    for name, builtin in BUILTIN.items():
+        where = cached[name].path if name in cached else "not cached, fetched on first use"
+        print(f"  {name:14}{builtin.nbytes / 1e6:8.1f} MB  {where}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status: 0, 2 for an error, 130 after Ctrl-C."""
     args = build_parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character must not end the answer
+        sys.stdout.reconfigure(errors="replace")
     try:
         args.run(args)
         sys.stdout.flush()

@@ -8,9 +8,9 @@ Dense weights are multiplied in their own dtype. Quantised weights have two prod
   with one scale each. The rotation (a Hadamard matrix on blocks of columns, as in QuaRot, arXiv 2404.00456) spreads
   outliers over their block: without it the divergence that int8 adds to SmolLM2 is eight times as large.
 
-Either one serves every number of rows, so that a row's result does not depend on the rows beside it: int4 sums each output
-in the order of the columns, int8 sums integers. Of int8 only the rotation, and of dense products everything, is left to
-MKL and oneDNN, whose order of summing may change with the number of rows in the last bit.
+Either one serves every number of rows, so that a row's result does not depend on the rows beside it: int4 sums each
+output in the order of the columns, int8 sums integers. Of int8 only the rotation, and of dense products everything, is
+left to MKL and oneDNN, whose order of summing may change with the number of rows in the last bit.
 """
 
 import warnings
