@@ -1,6 +1,7 @@
 """What a model is made of, read from a configuration in the keys of Hugging Face's ``config.json``."""
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,11 @@ _GEMMA3_DEFAULTS = {
     "tie_word_embeddings": True,
 }
 
+# Far beyond any model, and small enough that nothing computed from a configuration overflows.
+_LARGEST_SIZE = 1 << 31
+_MOST_LAYERS = 1 << 12
+_LARGEST_NUMBER = 1e15
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -43,6 +49,8 @@ class ModelSpec:
         norm_offset: whether checkpoints store norm weights less 1 (Gemma).
         sandwich_norms: whether attention and feed-forward outputs are normalised too (Gemma).
         qk_norm: whether query and key heads are normalised before their rotation.
+        max_positions: tokens of context. As in vLLM, "linear" and "yarn" rope scaling multiply the context that the
+            model had before; a "llama3" configuration, and Gemma 3's, already gives what comes of it.
         qkv_bias, output_bias, mlp_bias: which projections have biases.
         attention_scale: what query-key products are multiplied by.
         embedding_scale: what embeddings are multiplied by.
@@ -91,7 +99,7 @@ class ModelSpec:
         """
         family = _family(config)
         if family == "gemma3":
-            config = _required(config, "text_config")
+            config = _mapping(config, "text_config")
         gemma = family.startswith("gemma3")
         if gemma:
             config = _GEMMA3_DEFAULTS | {key: value for key, value in config.items() if value is not None}
@@ -107,7 +115,7 @@ class ModelSpec:
         if head_dim % 2:
             raise ModelError(f"config: head_dim {head_dim} is odd, which rotary embedding cannot be")
         kinds = _layer_kinds(config, family)
-        attention_bias = bool(config.get("attention_bias"))
+        attention_bias = _flag(config, "attention_bias") and family != "mistral"  # as in transformers
         return cls(
             family=family,
             vocab_size=_size(config, "vocab_size"),
@@ -116,19 +124,19 @@ class ModelSpec:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_positions=_size(config, "max_position_embeddings"),
+            max_positions=_max_positions(config, gemma),
             activation=_activation(config),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=_number(config, "rms_norm_eps", 1e-6),
             norm_offset=gemma,
             sandwich_norms=gemma,
             qk_norm=gemma or family == "qwen3",
             qkv_bias=attention_bias or family == "qwen2",
-            output_bias=attention_bias and family not in ("mistral", "qwen2"),
-            mlp_bias=bool(config.get("mlp_bias")) and family == "llama",
-            attention_scale=(config.get("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
+            output_bias=attention_bias and family != "qwen2",
+            mlp_bias=_flag(config, "mlp_bias") and family == "llama",
+            attention_scale=(_number(config, "query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
             embedding_scale=hidden_size**0.5 if gemma else 1.0,
-            logit_softcap=config.get("final_logit_softcapping"),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            logit_softcap=_optional_number(config, "final_logit_softcapping"),
+            tied_embeddings=_flag(config, "tie_word_embeddings"),
             float16=not gemma,
             ropes=tuple(_rope(config, kind) for kind in kinds),
             windows=tuple(_window(config) if kind == "sliding_attention" else None for kind in kinds),
@@ -136,62 +144,99 @@ class ModelSpec:
 
 
 def _family(config: Mapping[str, Any]) -> str:
-    family = config.get("model_type", "")
-    architecture = (config.get("architectures") or [_CLASSES.get(family)])[0]
-    if family not in _CLASSES or architecture != _CLASSES[family]:
+    family, architectures = config.get("model_type"), config.get("architectures")
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
+    ):
+        raise ModelError(f"config: architectures must be a list of names, not {reprlib.repr(architectures)}")
+    expected = _CLASSES.get(family) if isinstance(family, str) else None
+    architecture = architectures[0] if architectures else expected
+    if expected is None or architecture != expected:
         raise ModelError(
-            f"config: architecture {architecture!r} (model_type {family!r}) is not supported; "
+            f"config: architecture {architecture!r:.99} (model_type {reprlib.repr(family)}) is not supported; "
             f"supported are {', '.join(_CLASSES.values())}"
         )
+    assert isinstance(family, str)
     return family
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        raise ModelError(f"config: quantization_config (quant_method {method!r}) is not supported; use a GGUF file")
+    if quantization := _mapping(config, "quantization_config", {}):
+        method = reprlib.repr(quantization.get("quant_method"))
+        raise ModelError(f"config: quantization_config (quant_method {method}) is not supported; use a GGUF file")
     for key, neutral in {
         "partial_rotary_factor": 1,
         "use_bidirectional_attention": False,
         "attn_logit_softcapping": None,
     }.items():
         if config.get(key) not in (None, neutral):
-            raise ModelError(f"config: {key} {config[key]!r} is not supported")
+            raise ModelError(f"config: {key} {reprlib.repr(config[key])} is not supported")
 
 
-def _required(config: Mapping[str, Any], key: str) -> Any:
-    if config.get(key) is None:
+def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value of a key, which may be null or missing if there is a default."""
+    value = config.get(key)
+    if value is None and default is None:
         raise ModelError(f"config: {key!r} is missing")
-    return config[key]
+    return default if value is None else value
 
 
-def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = _required(config, key) if default is None else config.get(key) or default
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(f"config: {key} must be a positive integer, not {value!r}")
+def _mapping(config: Mapping[str, Any], key: str, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    value = _value(config, key, default)
+    if not isinstance(value, Mapping):
+        raise ModelError(f"config: {key} must be a mapping, not {reprlib.repr(value)}")
     return value
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = _value(config, key, default)
+    if not isinstance(value, bool):
+        raise ModelError(f"config: {key} must be true or false, not {reprlib.repr(value)}")
+    return value
+
+
+def _size(
+    config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1, most: int = _LARGEST_SIZE
+) -> int:
+    value = _value(config, key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ModelError(f"config: {key} must be an integer from {least} to {most}, not {reprlib.repr(value)}")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, default: float | None = None, *, above: float = 0) -> float:
+    value = _value(config, key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not above < value <= _LARGEST_NUMBER:
+        raise ModelError(f"config: {key} must be a number above {above}, not {reprlib.repr(value)}")
+    return float(value)
+
+
+def _optional_number(config: Mapping[str, Any], key: str) -> float | None:
+    return None if config.get(key) is None else _number(config, key)
 
 
 def _activation(config: Mapping[str, Any]) -> Activation:
     name = config.get("hidden_activation") or config.get("hidden_act", "silu")
-    if name not in _ACTIVATIONS:
-        raise ModelError(f"config: activation {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        supported = ", ".join(_ACTIVATIONS)
+        raise ModelError(f"config: activation {reprlib.repr(name)} is not supported; supported are {supported}")
     return _ACTIVATIONS[name]
 
 
 def _layer_kinds(config: Mapping[str, Any], family: str) -> list[str]:
     """'full_attention' or 'sliding_attention' for each layer."""
-    layers = _size(config, "num_hidden_layers")
+    layers = _size(config, "num_hidden_layers", most=_MOST_LAYERS)
     kinds = config.get("layer_types")
     if kinds is not None:
-        unknown = set(kinds) - {"full_attention", "sliding_attention"}
-        if unknown or len(kinds) != layers:
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in known for kind in kinds):
             raise ModelError(f"config: layer_types must name {layers} full_attention or sliding_attention layers")
-        return list(kinds)
+        return kinds
     if family == "mistral":
         sliding = [config.get("sliding_window", 4096) is not None] * layers
     elif family in ("qwen2", "qwen3"):
-        first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else layers
+        slides = _flag(config, "use_sliding_window") and config.get("sliding_window", 4096) is not None
+        first = _size(config, "max_window_layers", 28, least=0) if slides else layers
         sliding = [layer >= first for layer in range(layers)]
     elif family.startswith("gemma3"):
         pattern = _size(config, "sliding_window_pattern", 6)
@@ -205,19 +250,38 @@ def _window(config: Mapping[str, Any]) -> int:
     return _size(config, "sliding_window", 4096)
 
 
+def _rope_parameters(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """What ``rope_parameters`` (per kind of layer or not) or the older keys say of a kind."""
+    parameters = _mapping(config, "rope_parameters", {})
+    if kind in parameters:
+        return _mapping(parameters, kind)
+    if "rope_local_base_freq" in config and kind == "sliding_attention":
+        return {"rope_theta": config["rope_local_base_freq"]}
+    return {**parameters, **_mapping(config, "rope_scaling", {})}
+
+
+def _rope_type(parameters: Mapping[str, Any]) -> Any:
+    return parameters.get("rope_type") or parameters.get("type") or "default"
+
+
+def _max_positions(config: Mapping[str, Any], gemma: bool) -> int:
+    positions = _size(config, "max_position_embeddings")
+    parameters = _rope_parameters(config, "full_attention")
+    name = _rope_type(parameters)
+    if gemma or name not in ("linear", "yarn"):
+        return positions
+    if name == "yarn":
+        positions = _original_positions(parameters, config)
+    return int(positions * max(1.0, _number(parameters, "factor")))
+
+
 def _rope(config: Mapping[str, Any], kind: str) -> Rope:
-    """The rotary embedding of a kind of layer, from ``rope_parameters`` (per kind or not) or the older keys."""
-    parameters = dict(config.get("rope_parameters") or {})
-    if isinstance(parameters.get(kind), Mapping):
-        parameters = parameters[kind]
-    elif "rope_local_base_freq" in config and kind == "sliding_attention":
-        parameters = {"rope_theta": config["rope_local_base_freq"]}
-    else:
-        parameters |= config.get("rope_scaling") or {}
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    name = parameters.get("rope_type") or parameters.get("type") or "default"
-    if parameters.get("partial_rotary_factor", 1) != 1:
-        raise ModelError(f"config: partial_rotary_factor {parameters['partial_rotary_factor']!r} is not supported")
+    parameters = _rope_parameters(config, kind)
+    theta = _number(parameters, "rope_theta", _number(config, "rope_theta", 10_000.0, above=1), above=1)
+    name = _rope_type(parameters)
+    if parameters.get("partial_rotary_factor") not in (None, 1):
+        factor = reprlib.repr(parameters["partial_rotary_factor"])
+        raise ModelError(f"config: partial_rotary_factor {factor} is not supported")
     if name == "default":
         return Rope(theta)
     if name == "linear":
@@ -226,18 +290,14 @@ def _rope(config: Mapping[str, Any], kind: str) -> Rope:
         return Rope(theta, _llama3(parameters, config))
     if name == "yarn":
         return Rope(theta, _yarn(parameters, config))
-    raise ModelError(f"config: rope type {name!r} is not supported; supported are default, linear, llama3, yarn")
-
-
-def _number(parameters: Mapping[str, Any], key: str) -> float:
-    value = parameters.get(key)
-    if not isinstance(value, int | float) or value <= 0:
-        raise ModelError(f"config: the rope scaling's {key} must be a positive number, not {value!r}")
-    return float(value)
+    raise ModelError(
+        f"config: rope type {reprlib.repr(name)} is not supported; supported are default, linear, llama3, yarn"
+    )
 
 
 def _original_positions(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    return _size({**config, **parameters}, "original_max_position_embeddings", config.get("max_position_embeddings"))
+    key = "original_max_position_embeddings"
+    return _size(parameters, key, _size(config, key, _size(config, "max_position_embeddings")))
 
 
 def _llama3(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Llama3Scaling:
@@ -249,18 +309,16 @@ def _llama3(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Llama3S
 
 def _yarn(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> YarnScaling:
     factor = _number(parameters, "factor")
-    attention_factor = parameters.get("attention_factor")
-    if attention_factor is None:
-        growth = 0.1 * math.log(max(factor, 1.0))  # section 3.4 of the paper; the mscale pair is DeepSeek's
-        mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-        attention_factor = growth + 1
-        if mscale and mscale_all_dim:
-            attention_factor = (mscale * growth + 1) / (mscale_all_dim * growth + 1)
+    growth = 0.1 * math.log(max(factor, 1.0))  # section 3.4 of the paper; the mscale pair is DeepSeek's
+    attention_factor = growth + 1
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        mscale, mscale_all_dim = _number(parameters, "mscale"), _number(parameters, "mscale_all_dim")
+        attention_factor = (mscale * growth + 1) / (mscale_all_dim * growth + 1)
     return YarnScaling(
         factor=factor,
         original_max_positions=_original_positions(parameters, config),
-        attention_factor=float(attention_factor),
-        beta_fast=float(parameters.get("beta_fast") or 32),
-        beta_slow=float(parameters.get("beta_slow") or 1),
-        truncate=bool(parameters.get("truncate", True)),
+        attention_factor=_number(parameters, "attention_factor", attention_factor),
+        beta_fast=_number(parameters, "beta_fast", 32),
+        beta_slow=_number(parameters, "beta_slow", 1),
+        truncate=_flag(parameters, "truncate", True),
     )
