@@ -168,10 +168,12 @@ def conversation(args: argparse.Namespace) -> list[dict[str, str]]:
 
 def stream_text(llm: "LLM", prompt: Any, params: "SamplingParams") -> "RequestOutput":
     """Print one answer while it comes; return the finished output."""
+    output = None
     for output in llm.stream(prompt, params):
         sys.stdout.write(output.delta)
         sys.stdout.flush()
     sys.stdout.write("\n")
+    assert output is not None, "a request always ends with an output"
     return output
 
 

@@ -37,11 +37,11 @@ class DecodeResult:
     weight_mb: float | None = None
 
 
-def prompts(batch: int, length: int, vocabulary: int = 40_000) -> list[list[int]]:
-    """Reproducible prompts that share no prefix: int ids well inside any vocabulary this benchmark meets."""
+def prompts(batch: int, length: int) -> list[list[int]]:
+    """Reproducible prompts that share no prefix, of ids that every vocabulary of more than 10,000 tokens has."""
     import numpy as np
 
-    return np.random.default_rng(batch).integers(1000, vocabulary, (batch, length)).tolist()
+    return np.random.default_rng(batch).integers(1000, 10_000, (batch, length)).tolist()
 
 
 def measure(system: str, model: Path, dtype: str, batch: int, prompt: int, output: int, repeats: int) -> DecodeResult:
@@ -129,9 +129,10 @@ def run(args: argparse.Namespace) -> None:
     results: list[dict[str, Any]] = []
     for name, dtype in systems:
         for batch in batches:
-            request = {"system": name, "model": str(model), "dtype": dtype or "float32", "batch": batch}
+            dtype = dtype or ("file" if name == "llamacpp" else "auto" if name == "freewheel" else "float32")
+            request = {"system": name, "model": str(model), "dtype": dtype, "batch": batch}
             result = measure_apart(request | {"prompt": args.prompt, "output": args.output, "repeats": args.repeats})
-            label = f"{name}:{dtype}" if dtype else name
+            label = f"{name}:{dtype}"
             if isinstance(result, str):
                 print(f"{label:24}{batch:6}  failed: {result}", flush=True)
                 results.append({"system": name, "dtype": dtype, "batch": batch, "error": result})

@@ -7,8 +7,12 @@ Each system is measured in a process of its own (thread pools and memory stay ap
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    from freewheel.models.load import DType
 
 TokenIds = list[int]
 
@@ -27,7 +31,13 @@ class Freewheel:
     def __init__(self, model: Path, dtype: str, batch: int, context: int) -> None:
         from freewheel.llm import LLM
 
-        self.llm = LLM(str(model), dtype=dtype, max_num_seqs=batch, max_model_len=context, enable_prefix_caching=False)
+        self.llm = LLM(
+            str(model),
+            dtype=cast("DType", dtype),
+            max_num_seqs=batch,
+            max_model_len=context,
+            enable_prefix_caching=False,
+        )
 
     def generate(self, prompts: Sequence[TokenIds], tokens: int) -> list[int]:
         from freewheel.sampling import SamplingParams
@@ -67,8 +77,8 @@ class LlamaCpp:
     def __init__(self, model: Path, dtype: str, batch: int, context: int) -> None:
         del dtype  # the file's own quantisation
         import torch
-        import xllamacpp
 
+        xllamacpp: Any = import_module("xllamacpp")
         params = xllamacpp.CommonParams()
         params.model.path = str(model)
         params.n_parallel = batch
@@ -93,10 +103,10 @@ class CTranslate2:
 
     def __init__(self, model: Path, dtype: str, batch: int, context: int) -> None:
         del batch, context
-        import ctranslate2
         import torch
         from transformers import AutoTokenizer
 
+        ctranslate2: Any = import_module("ctranslate2")
         with tempfile.TemporaryDirectory() as folder:
             source, target = Path(folder, "transformers"), Path(folder, "ctranslate2")
             source_model = load_transformers(model, "float32")
@@ -104,7 +114,8 @@ class CTranslate2:
                 source_model.hf_quantizer = None
                 del source_model.config.quantization_config
             source_model.save_pretrained(source)
-            tokenizer = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
+            folder_of_model, where = _transformers_location(model)
+            tokenizer = AutoTokenizer.from_pretrained(folder_of_model, **where)
             tokenizer.save_pretrained(source)
             ctranslate2.converters.TransformersConverter(str(source)).convert(str(target), quantization=dtype)
             self.generator = ctranslate2.Generator(
@@ -123,13 +134,17 @@ class CTranslate2:
         return [len(result.sequences_ids[0]) for result in results]
 
 
+def _transformers_location(model: Path) -> tuple[Path, dict[str, str]]:
+    """What ``from_pretrained`` takes for a GGUF file or a checkpoint folder."""
+    return (model.parent, {"gguf_file": model.name}) if model.suffix == ".gguf" else (model, {})
+
+
 def load_transformers(model: Path, dtype: str) -> Any:
     """A transformers causal LM from a GGUF file or a checkpoint folder, in evaluation mode."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    where = {"gguf_file": model.name} if model.suffix == ".gguf" else {}
-    folder = model.parent if where else model
+    folder, where = _transformers_location(model)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **where).eval()
 
 
