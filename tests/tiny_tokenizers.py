@@ -1,11 +1,12 @@
 """Small tokenizers of every supported kind, trained on the spot, and the same as GGUF metadata."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 TEXTS = [
@@ -92,8 +93,16 @@ def gguf_metadata(tokenizer: Tokenizer, kind: str, user_defined: Sequence[str] =
     ]
     values: dict[str, Any] = {"model": kind, "tokens": tokens, "token_type": types}
     if kind == "gpt2":
-        values["merges"] = [" ".join(merge) for merge in model["merges"]]
+        values |= {"merges": [" ".join(merge) for merge in model["merges"]], "pre": "gpt-2"}
     else:
         rank = {left + right: rank for rank, (left, right) in reversed(list(enumerate(model["merges"])))}
         values["scores"] = [-float(rank.get(token, 10_000 + id)) for id, token in enumerate(tokens)]
-    return {f"tokenizer.ggml.{key}": value for key, value in (values | more).items()}
+    return tokenizer_metadata(values | more)
+
+
+def tokenizer_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``tokenizer.ggml`` keys, arrays of numbers as :func:`freewheel.models.gguf.read_gguf` gives them."""
+    return {
+        f"tokenizer.ggml.{key}": np.array(value) if key in ("scores", "token_type") and value else value
+        for key, value in values.items()
+    }

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from gguf_files import convert
+from gguf_files import tiny_model as tiny_gguf_model
 from torch import Tensor
 
 from freewheel.models import ModelError
@@ -88,6 +90,12 @@ def test_an_unsupported_config_is_named_with_its_folder(tiny_model: Path, tmp_pa
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ModelError, match=rf"{tmp_path}.*activation 'relu' is not supported"):
         load(tmp_path)
+
+
+def test_a_gguf_file_with_an_unusable_tokenizer_is_named(tmp_path: Path) -> None:
+    path = convert(tmp_path / "model.gguf", "llama", tiny_gguf_model("llama"))
+    with pytest.raises(ModelError, match=rf"^{path}: the GGUF file has no tokenizer\.ggml\.pre"):
+        load(path)
 
 
 def test_imports_only_what_it_needs(tiny_model: Path) -> None:

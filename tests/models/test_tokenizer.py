@@ -1,14 +1,16 @@
 """Tokenizers from folders and GGUF metadata; the tokenizers library and llama.cpp are the oracles."""
 
+import json
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_tokenizers import byte_level, gguf_metadata, sentencepiece, write_folder
+from tiny_tokenizers import byte_level, gguf_metadata, sentencepiece, tokenizer_metadata, write_folder
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import decoders, models
 
@@ -168,14 +170,69 @@ class TestFolder:
             Tokenizer.from_folder(folder / "nothing here")
         broken = write_folder(folder / "damaged", byte_level())
         (broken / "tokenizer.json").write_text('{"version": ')
-        with pytest.raises(ModelError, match=r"damaged/tokenizer\.json cannot be read"):
+        with pytest.raises(ModelError, match=r"damaged/tokenizer\.json: cannot be read"):
             Tokenizer.from_folder(broken)
         other = write_folder(folder / "damaged too", byte_level())
         (other / "config.json").write_text("[]")
-        with pytest.raises(ModelError, match=r"config\.json does not hold a JSON object"):
+        with pytest.raises(ModelError, match=r"config\.json: is not a JSON object"):
             Tokenizer.from_folder(other)
         with pytest.raises(ModelError, match="<nowhere>"):
             from_library(folder, "unknown", byte_level(), tokenizer_config={"eos_token": "<nowhere>"})
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("tokenizer_config.json", b'{"chat_template": 3}'),
+            ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+            ("tokenizer_config.json", b'{"eos_token": "\\ud800"}'),
+            ("tokenizer_config.json", b"[" * 100_000),
+            ("tokenizer_config.json", b"\xff"),
+            ("chat_template.jinja", b"\xff"),
+            ("additional_chat_templates/tool_use.jinja", b"\xff"),
+            ("config.json", b'{"eos_token_id": "2"}'),
+            ("config.json", b'{"eos_token_id": [[2]]}'),
+            ("config.json", b'{"text_config": [1]}'),
+            ("generation_config.json", b'{"eos_token_id": true}'),
+        ],
+    )
+    def test_files_with_the_wrong_content_are_named(self, name: str, content: bytes, tmp_path: Path) -> None:
+        folder = write_folder(tmp_path, byte_level())
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+        with pytest.raises(ModelError, match=f"{folder / name}: "):
+            Tokenizer.from_folder(folder)
+
+    @given(
+        file=st.sampled_from(["tokenizer_config", "special_tokens_map", "config", "generation_config", "tokenizer"]),
+        changes=st.dictionaries(
+            st.sampled_from(
+                ["chat_template", "eos_token_id", "eos_token", "bos_token", "text_config", "model", "decoder",
+                 "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "truncation"]
+            ),
+            st.recursive(
+                st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+                lambda inner: st.lists(inner, max_size=3)
+                | st.dictionaries(st.sampled_from(["content", "name", "template", "eos_token_id", "type"]), inner),
+                max_leaves=5,
+            ),
+            min_size=1,
+            max_size=3,
+        ),
+    )  # fmt: skip
+    def test_any_content_is_a_tokenizer_or_a_model_error_with_the_file(
+        self, folder: Path, file: str, changes: dict[str, Any]
+    ) -> None:
+        path = write_folder(folder / "any", byte_level())
+        for name in ("tokenizer_config", "special_tokens_map", "config", "generation_config"):
+            (path / f"{name}.json").write_text("{}")
+        content = json.loads((path / f"{file}.json").read_text()) | changes
+        (path / f"{file}.json").write_text(json.dumps(content))
+        message = str(path)
+        try:
+            Tokenizer.from_folder(path).encode("the fox")
+        except ModelError as error:
+            message = str(error)
+        assert message.startswith(str(path))
 
     @pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC(), None])
     def test_decoders_that_look_at_neighbours_are_refused(self, folder: Path, decoder: Any) -> None:
@@ -231,7 +288,7 @@ class TestGGUFByteLevel:
 
 
 def metadata(model: str, tokens: list[str], **values: Any) -> dict[str, Any]:
-    return {f"tokenizer.ggml.{key}": value for key, value in {"model": model, "tokens": tokens, **values}.items()}
+    return tokenizer_metadata({"model": model, "tokens": tokens, "pre": "gpt-2", **values})
 
 
 class TestGGUFSentencePiece:
@@ -288,8 +345,15 @@ class TestGGUFErrors:
         ("values", "message"),
         [
             ({"model": "bert"}, "'bert' is not supported"),
-            ({"model": ""}, r"no tokenizer\.ggml\.model"),
-            ({"tokens": []}, r"no tokenizer\.ggml\.tokens"),
+            ({"model": None}, r"no tokenizer\.ggml\.model"),
+            ({"model": 3}, r"tokenizer\.ggml\.model is not text"),
+            ({"model": "gpt2", "pre": None}, r"no tokenizer\.ggml\.pre"),
+            ({"tokens": []}, r"tokenizer\.ggml\.tokens is not an array of texts, or an empty one"),
+            ({"model": "gpt2", "merges": np.array([1])}, r"tokenizer\.ggml\.merges is not an array of texts"),
+            ({"add_space_prefix": 1}, r"tokenizer\.ggml\.add_space_prefix is neither true nor false"),
+            ({"bos_token_id": "a"}, "bos_token_id is 'a'"),
+            ({"scores": [0.0, float("nan")]}, "holds NaN"),
+            ({"scores": ["a", "b"]}, "not an array of such numbers"),
             ({"scores": None}, r"no tokenizer\.ggml\.scores"),
             ({"scores": [0.0]}, "2 tokens and 1 scores"),
             ({"token_type": [1]}, "2 tokens and 1 token types"),
@@ -306,6 +370,27 @@ class TestGGUFErrors:
         sound: dict[str, Any] = {"model": "llama", "tokens": ["a", "b"], "scores": [0.0, 0.0]}
         with pytest.raises(ModelError, match=message):
             Tokenizer.from_gguf(metadata(**(sound | values)))
+
+    @given(data=st.data())
+    def test_any_metadata_is_a_tokenizer_or_a_model_error(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(["gpt2", "llama"]))
+        sound = metadata(
+            name, ["a", "b", "ab", "<0x01>"], scores=[0.0] * 4, token_type=[1, 1, 1, 6], merges=["a b"],
+            bos_token_id=0, eos_token_id=1, eot_token_id=1, unknown_token_id=2, add_bos_token=True,
+            add_eos_token=True, add_space_prefix=True,
+        ) | {"tokenizer.chat_template": "", "tokenizer.chat_template.tool_use": ""}  # fmt: skip
+        values = st.one_of(
+            st.integers(-2, 5), st.floats(), st.booleans(), st.text(max_size=3),
+            st.lists(st.text(max_size=3), max_size=5),
+            st.lists(st.integers(-1, 7), max_size=5).map(np.array),
+            st.lists(st.floats(), max_size=5).map(np.array),
+        )  # fmt: skip
+        changes = data.draw(st.dictionaries(st.sampled_from(sorted(sound)), values, max_size=2))
+        with suppress(ModelError):
+            tokenizer = Tokenizer.from_gguf(sound | changes)
+            ids = tokenizer.encode("ab c\n")
+            tokenizer.decode(ids)
+            tokenizer.token_bytes(3)
 
 
 class TestBeginning:

@@ -1,12 +1,18 @@
 """Tokenizers from folders in the Hugging Face layout: ``tokenizer.json`` and the small files beside it."""
 
 import json
+import re
+import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from freewheel.models.errors import ModelError
+from freewheel.models.files import read_json, read_text
 from freewheel.models.tokenizer import LibraryEncoder, Tokenizer, byte_level_bytes
+
+_CONFIG = "tokenizer_config.json"
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer:
@@ -15,21 +21,20 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
 
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(f"{folder} has no tokenizer.json")
+        raise ModelError(f"{folder}: has no tokenizer.json")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
+        backend.no_truncation()
+        backend.no_padding()
+        prefix_ids, suffix_ids = _begin_and_end(backend)
     except Exception as error:  # the library raises plain Exception
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
+        raise ModelError(f"{path}: cannot be read: {error}") from error
     text_bytes, leading_spaces = _decoder(backend, path)
 
-    config = _read_json(folder / "tokenizer_config.json")
-    named = _named_tokens(_read_json(folder / "special_tokens_map.json") | config)
+    config = _read_json_if_any(folder / _CONFIG)
+    named = _named_tokens(_read_json_if_any(folder / "special_tokens_map.json") | config)
     bos, eos = (_id_of(backend, named.get(name), path) for name in ("bos_token", "eos_token"))
     added = backend.get_added_tokens_decoder()
-    model_config = _read_json(folder / "config.json")
-    prefix_ids, suffix_ids = _begin_and_end(backend)
     return Tokenizer(
         LibraryEncoder(backend),
         token_text=backend.id_to_token,
@@ -37,10 +42,9 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
         vocab_size=max(backend.get_vocab_size(), 1 + max(added, default=-1)),
         special_ids=[id for id, token in added.items() if token.special],
         bos_token_id=bos,
-        eos_token_ids=_ids(eos)
-        | _ids(model_config.get("eos_token_id"))
-        | _ids((model_config.get("text_config") or {}).get("eos_token_id"))
-        | _ids(_read_json(folder / "generation_config.json").get("eos_token_id")),
+        eos_token_ids=_end_ids(folder / "config.json")
+        | _end_ids(folder / "generation_config.json")
+        | ({eos} if eos is not None else set()),
         prefix_ids=prefix_ids,
         suffix_ids=suffix_ids,
         leading_spaces=leading_spaces,
@@ -49,17 +53,9 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json_if_any(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty if there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} does not hold a JSON object")
-    return value
+    return read_json(path) if path.exists() else {}
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -75,15 +71,28 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _id_of(backend: Any, text: str | None, path: Path) -> int | None:
     if text is None:
         return None
-    id = backend.token_to_id(text)
+    try:
+        id = backend.token_to_id(text)
+    except UnicodeEncodeError:  # a lone surrogate
+        id = None
     if id is None:
-        raise ModelError(f"tokenizer_config.json names {text!r}, which {path} does not have")
+        raise ModelError(f"{path.with_name(_CONFIG)}: names {text!r}, which {path.name} does not have")
     return id
 
 
-def _ids(value: Any) -> set[int]:
-    """The ids of an ``eos_token_id`` entry: one, a list of them, or null."""
-    return set() if value is None else set(value) if isinstance(value, list) else {value}
+def _end_ids(path: Path) -> set[int]:
+    """What a configuration says of ``eos_token_id``, for the whole model or its text part: an id, several, or null."""
+    config = _read_json_if_any(path)
+    text_config = config.get("text_config") or {}
+    if not isinstance(text_config, dict):
+        raise ModelError(f"{path}: text_config is not an object")
+    ids: set[int] = set()
+    for value in (config.get("eos_token_id"), text_config.get("eos_token_id")):
+        for id in value if isinstance(value, list) else [] if value is None else [value]:
+            if not isinstance(id, int) or isinstance(id, bool) or id < 0:
+                raise ModelError(f"{path}: eos_token_id must hold token ids, not {reprlib.repr(id)}")
+            ids.add(id)
+    return ids
 
 
 def _begin_and_end(backend: Any) -> tuple[list[int], list[int]]:
@@ -97,16 +106,25 @@ def _begin_and_end(backend: Any) -> tuple[list[int], list[int]]:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    stored = config.get("chat_template") or {}
-    if isinstance(stored, str):
-        stored = {"default": stored}
-    elif isinstance(stored, list):
-        stored = {entry["name"]: entry["template"] for entry in stored}
-    templates = dict(stored)
-    if (folder / "chat_template.jinja").is_file():
-        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    templates: dict[str, str] = {}
+    match config.get("chat_template"):
+        case None:
+            pass
+        case str(template):
+            templates["default"] = template
+        case list(entries):
+            for entry in entries:
+                match entry:
+                    case {"name": str(name), "template": str(template)}:
+                        templates[name] = template
+                    case _:
+                        raise ModelError(f"{folder / _CONFIG}: chat_template has an entry without name and template")
+        case other:
+            raise ModelError(f"{folder / _CONFIG}: chat_template must be text, not {reprlib.repr(other)}")
+    if (folder / "chat_template.jinja").exists():
+        templates["default"] = read_text(folder / "chat_template.jinja")
     for path in (folder / "additional_chat_templates").glob("*.jinja"):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = read_text(path)
     return templates
 
 
@@ -145,8 +163,8 @@ def _decoder(backend: Any, path: Path) -> tuple[Callable[[str], bytes], int]:
         raise ModelError(f"{path}: its decoder is not supported: {[step['type'] for step in steps]}")
 
     def text_bytes(text: str) -> bytes:
-        if byte_fallback and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-            return bytes([int(text[3:5], 16)])
+        if byte_fallback and (byte := _BYTE.fullmatch(text)):
+            return bytes.fromhex(byte[1])
         for pattern, content in replacements:
             text = text.replace(pattern, content)
         return text.encode()

@@ -13,10 +13,12 @@ transformers (5.17) rebuilds a tokenizer from the same metadata and differs: it 
 Gemma's merges otherwise, so that ordinary words come in more pieces ("▁world" as "▁w", "or", "ld").
 """
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from freewheel.models.errors import ModelError
 from freewheel.models.sentencepiece import SPACE, SentencePieceBPE
@@ -65,15 +67,15 @@ _WHOLE_WORDS = ("llama3", "tekken")
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """See :meth:`Tokenizer.from_gguf`."""
-    tokens: Sequence[str] = _required(metadata, "tokens")
+    tokens = _texts(metadata, "tokens")
     ids = _ids_by_type(metadata, len(tokens))
-    model = _required(metadata, "model")
+    model = _text(metadata, "model")
     if model == "gpt2":
         kind = _pre_tokenizer_kind(metadata)
         encoder, begins = _byte_level(metadata, tokens, ids, kind), kind in _WHOLE_WORDS
         text_bytes, leading_spaces = byte_level_bytes, 0
     elif model == "llama":
-        space_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        space_prefix = _flag(metadata, "add_space_prefix", True)
         encoder, begins = _sentencepiece(metadata, tokens, ids, space_prefix), True
         byte_texts = {tokens[id]: bytes([byte]) for byte, id in _byte_ids(tokens, ids).items()}
         leading_spaces = int(space_prefix)
@@ -91,7 +93,13 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     special_ids = ids[_CONTROL] + ids[_UNKNOWN]
     ends = {eos, *(_token_id(metadata, key, len(tokens)) for key in ("eot", "eom"))} - {None}
     ends |= {id for id in special_ids if tokens[id] in _END_TEXTS}
-    templates = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    templates = {
+        name: metadata[key]
+        for name, key in {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}.items()
+        if key in metadata
+    }
+    if not all(isinstance(template, str) for template in templates.values()):
+        raise ModelError("tokenizer.chat_template is not text")
     return Tokenizer(
         encoder,
         token_text=lambda id: tokens[id],
@@ -100,25 +108,57 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         special_ids=special_ids,
         bos_token_id=bos,
         eos_token_ids=[id for id in ends if id is not None],
-        prefix_ids=[bos] if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begins) else [],
-        suffix_ids=[eos] if eos is not None and metadata.get("tokenizer.ggml.add_eos_token", False) else [],
+        prefix_ids=[bos] if bos is not None and _flag(metadata, "add_bos_token", begins) else [],
+        suffix_ids=[eos] if eos is not None and _flag(metadata, "add_eos_token", False) else [],
         leading_spaces=leading_spaces,
-        chat_templates={name: metadata[key] for name, key in templates.items() if key in metadata},
+        chat_templates=templates,
         named_tokens={f"{name}_token": tokens[id] for name, id in named.items() if id is not None},
     )
 
 
 def _required(metadata: Mapping[str, Any], name: str) -> Any:
     value = metadata.get(f"tokenizer.ggml.{name}")
-    if value is None or len(value) == 0:
+    if value is None:
         raise ModelError(f"the GGUF file has no tokenizer.ggml.{name}")
     return value
 
 
+def _text(metadata: Mapping[str, Any], name: str) -> str:
+    value = _required(metadata, name)
+    if not isinstance(value, str):
+        raise ModelError(f"tokenizer.ggml.{name} is not text")
+    return value
+
+
+def _texts(metadata: Mapping[str, Any], name: str) -> Sequence[str]:
+    values = _required(metadata, name)
+    if not isinstance(values, list) or not values or not isinstance(values[0], str):  # GGUF's arrays have one type
+        raise ModelError(f"tokenizer.ggml.{name} is not an array of texts, or an empty one")
+    return values
+
+
+def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool):
+        raise ModelError(f"tokenizer.ggml.{name} is neither true nor false")
+    return value
+
+
+def _numbers(metadata: Mapping[str, Any], name: str, count: int, kinds: str) -> NDArray[Any]:
+    """An array with a number, of one of NumPy's ``kinds`` of types, for each token."""
+    values = _required(metadata, name)
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds or values.ndim != 1:
+        raise ModelError(f"tokenizer.ggml.{name} is not an array of such numbers as it should have")
+    if len(values) != count:
+        raise ModelError(f"the GGUF file has {count} tokens and {len(values)} {name.replace('_', ' ').rstrip('s')}s")
+    return values
+
+
 def _ids_by_type(metadata: Mapping[str, Any], count: int) -> dict[int, list[int]]:
-    types = np.asarray(metadata.get("tokenizer.ggml.token_type", [_NORMAL] * count))
-    if len(types) != count:
-        raise ModelError(f"the GGUF file has {count} tokens and {len(types)} token types")
+    if "tokenizer.ggml.token_type" in metadata:
+        types = _numbers(metadata, "token_type", count, "iu")
+    else:
+        types = np.full(count, _NORMAL)
     return {
         type: np.flatnonzero(types == type).tolist() for type in (_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)
     }
@@ -126,8 +166,10 @@ def _ids_by_type(metadata: Mapping[str, Any], count: int) -> dict[int, list[int]
 
 def _token_id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
     id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    if id is not None and not 0 <= id < count:
-        raise ModelError(f"tokenizer.ggml.{name}_token_id is {id}, and the GGUF file has {count} tokens")
+    if id is None:
+        return None
+    if not isinstance(id, int) or isinstance(id, bool) or not 0 <= id < count:
+        raise ModelError(f"tokenizer.ggml.{name}_token_id is {reprlib.repr(id)}, and the GGUF file has {count} tokens")
     return id
 
 
@@ -147,12 +189,12 @@ def _byte_ids(tokens: Sequence[str], ids: Mapping[int, list[int]]) -> dict[int, 
 def _sentencepiece(
     metadata: Mapping[str, Any], tokens: Sequence[str], ids: Mapping[int, list[int]], space_prefix: bool
 ) -> Encoder:
-    scores: list[float] = np.asarray(_required(metadata, "scores")).tolist()
-    if len(scores) != len(tokens):
-        raise ModelError(f"the GGUF file has {len(tokens)} tokens and {len(scores)} scores")
+    scores = _numbers(metadata, "scores", len(tokens), "fiu")
+    if np.isnan(scores).any():
+        raise ModelError("tokenizer.ggml.scores holds NaN")
     return SentencePieceBPE(
         tokens,
-        scores,
+        scores.tolist(),
         pieces=ids[_NORMAL],
         added=_added_ids(tokens, ids),
         byte_ids=_byte_ids(tokens, ids),
@@ -162,7 +204,8 @@ def _sentencepiece(
 
 
 def _pre_tokenizer_kind(metadata: Mapping[str, Any]) -> str:
-    name = metadata.get("tokenizer.ggml.pre", "gpt-2")
+    # llama.cpp guesses here, and warns that the quality of what comes will be degraded.
+    name = _text(metadata, "pre")
     kind = _KINDS.get(name)
     if kind is None:
         raise ModelError(f"tokenizer.ggml.pre {name!r} is not supported ({', '.join(sorted(_KINDS))} are)")
@@ -173,7 +216,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], ids: Mapping
     import tokenizers
     from tokenizers import AddedToken, models, normalizers
 
-    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in _required(metadata, "merges")]
+    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in _texts(metadata, "merges")]
     vocabulary = {text: id for id, text in enumerate(tokens)}
     try:
         model = models.BPE(vocabulary, merges, ignore_merges=kind in _WHOLE_WORDS)

@@ -45,14 +45,16 @@ def load(name_or_path: str | Path, *, dtype: DType = "auto", device: torch.devic
     from freewheel.models.store import resolve
 
     path = resolve(name_or_path)
-    config, weights, tokenizer = _read_gguf(path) if path.suffix == ".gguf" else _read_folder(path)
     try:
+        config, weights, tokenizer = _read_folder(path) if path.is_dir() else _read_gguf(path)
         spec = ModelSpec.from_config(config)
+        quantize = dtype if dtype in ("auto", "int8") else "none"
+        activations = getattr(torch, dtype) if quantize == "none" else _natural_dtype(weights, device)
+        decoder = Decoder(spec, weights, dtype=activations, device=device, quantize=quantize)
     except ModelError as error:
+        if str(error).startswith(str(path)):
+            raise
         raise ModelError(f"{path}: {error}") from error
-    quantize = dtype if dtype in ("auto", "int8") else "none"
-    activations = getattr(torch, dtype) if quantize == "none" else _natural_dtype(weights, device)
-    decoder = Decoder(spec, weights, dtype=activations, device=device, quantize=quantize)
     return LoadedModel(path, spec, decoder, tokenizer)
 
 

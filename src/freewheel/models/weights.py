@@ -1,6 +1,5 @@
 """Weights by the names of Hugging Face checkpoints, whatever file they lie in."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from freewheel.models.errors import ModelError
+from freewheel.models.files import read_json
 from freewheel.ops.quantize import GroupQuantized
 
 _DTYPES = ("F32", "F16", "BF16")
@@ -47,7 +47,7 @@ class SafetensorsWeights:
         folder = Path(folder)
         index_path, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index_path.is_file():
-            index = _read_json(index_path).get("weight_map")
+            index = read_json(index_path).get("weight_map")
             if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
                 raise ModelError(f"{index_path}: has no 'weight_map' from tensor names to files")
             shards = {shard: _open(folder / shard) for shard in sorted(set(index.values()))}
@@ -85,19 +85,7 @@ class SafetensorsWeights:
 
 def folder_config(folder: str | Path) -> dict[str, Any]:
     """A folder's ``config.json``; :class:`ModelError` if it is missing or not a JSON object."""
-    return _read_json(Path(folder) / "config.json")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: is not a JSON object")
-    return value
+    return read_json(Path(folder) / "config.json")
 
 
 def _open(path: Path) -> Any:
