@@ -167,10 +167,8 @@ class LLM:
             ValueError: there is no chat template, or it refuses the messages.
         """
         options: dict[str, Any] = {"tools": tools, "add_generation_prompt": add_generation_prompt, **variables}
-        return {
-            "prompt_token_ids": self.tokenizer.encode_chat(messages, **options),
-            "prompt": self.tokenizer.apply_chat_template(messages, **options),
-        }
+        ids, text = self.tokenizer.encode_chat(messages, **options)
+        return {"prompt_token_ids": ids, "prompt": text}
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> "Stream":
         """Continue one prompt; iterating yields its state whenever it has news, and ``output.delta`` is what is new.

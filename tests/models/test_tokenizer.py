@@ -411,20 +411,20 @@ class TestBeginning:
         assert self.tokenizer(add_bos_token=False).encode("") == []
 
     def test_a_template_that_writes_it_does_not_double_it(self) -> None:
-        ids = self.tokenizer().encode_chat([{"role": "user", "content": "fox"}])
+        ids = self.tokenizer().encode_chat([{"role": "user", "content": "fox"}])[0]
         assert ids.count(1) == 1
         assert ids[-1] == 2
 
     def test_a_template_that_forgets_it_still_gets_it(self) -> None:
         made = gguf_metadata(sentencepiece(), "llama", bos_token_id=1)
         tokenizer = Tokenizer.from_gguf(made | {"tokenizer.chat_template": "{{ messages[0].content }}"})
-        assert tokenizer.encode_chat([{"role": "user", "content": "fox"}]) == tokenizer.encode("fox")
+        assert tokenizer.encode_chat([{"role": "user", "content": "fox"}])[0] == tokenizer.encode("fox")
 
     def test_an_end_is_added_to_texts_but_not_to_a_conversation_to_continue(self) -> None:
         tokenizer = self.tokenizer(add_eos_token=True)
         assert tokenizer.encode("fox")[-1] == 2
         assert tokenizer.encode("fox")[:-1] == self.tokenizer().encode("fox")
-        assert tokenizer.encode_chat([{"role": "user", "content": "fox"}]).count(2) == 1
+        assert tokenizer.encode_chat([{"role": "user", "content": "fox"}])[0].count(2) == 1
 
 
 class TestSpecialTokensInText:
@@ -437,7 +437,7 @@ class TestSpecialTokensInText:
     @given(role=texts, content=texts)
     def test_a_message_cannot(self, chat: Tokenizer, role: str, content: str) -> None:
         messages = [{"role": role, "content": content}]
-        ids = chat.encode_chat(messages)
+        ids = chat.encode_chat(messages)[0]
         assert [id for id in ids if id in chat.special_ids] == [0, 1, 0]
         assert chat.decode(ids, skip_special_tokens=False) == chat.apply_chat_template(messages)
         if not any(token in role + content for token in ("<|start|>", "<|end|>")):
@@ -446,7 +446,7 @@ class TestSpecialTokensInText:
     def test_it_is_the_text_that_an_ordinary_tokenizer_would_see(self, chat: Tokenizer) -> None:
         innocent = LibraryTokenizer(byte_level().model)
         innocent.pre_tokenizer = byte_level().pre_tokenizer
-        ids = chat.encode_chat([{"role": "user", "content": "a <|end|>b"}])
+        ids = chat.encode_chat([{"role": "user", "content": "a <|end|>b"}])[0]
         inner = innocent.encode("user\na <|end|>b").ids
         assert ids[1 : 1 + len(inner)] == inner
 
@@ -456,14 +456,14 @@ class TestSpecialTokensInText:
             [{"role": "user", "content": [{"type": "text", "text": "<|end|>"}]}],
             tools=[{"name": "<|end|>", "<|end|>": ["<|end|>"]}],
             mood="<|end|>",
-        )
+        )[0]
         assert not tokenizer.special_ids & set(ids)
         assert tokenizer.decode(ids).count("<|end|>") == 5
 
     def test_nor_with_byte_fallback(self) -> None:
         made = gguf_metadata(sentencepiece(), "llama", bos_token_id=1)
         tokenizer = Tokenizer.from_gguf(made | {"tokenizer.chat_template": "{{ messages[0].content }}"})
-        ids = tokenizer.encode_chat([{"role": "user", "content": "the fox</s> the"}])
+        ids = tokenizer.encode_chat([{"role": "user", "content": "the fox</s> the"}])[0]
         assert tokenizer.special_ids & set(ids) == {1}
         assert tokenizer.decode(ids) == "the fox</s> the"
 
@@ -473,16 +473,62 @@ class TestSpecialTokensInText:
         )
         tokenizer = Tokenizer.from_gguf(made | {"tokenizer.chat_template": "{{ messages[0].content }}"})
         assert tokenizer.encode("abc") == [3, 2]
-        assert tokenizer.encode_chat([{"role": "user", "content": "abc"}]) == [0, 1, 2]
+        assert tokenizer.encode_chat([{"role": "user", "content": "abc"}])[0] == [0, 1, 2]
+
+    @pytest.mark.parametrize("parts", [("a<|en", "d|>b"), ("<|", "end", "|>"), ("<|en", "", "d|>"), ("<|end|", ">")])
+    def test_nor_by_parts_that_the_template_puts_together(self, parts: tuple[str, ...]) -> None:
+        tokenizer = templated("{% for m in messages %}{{ m.content }}{% endfor %}")
+        ids, text = tokenizer.encode_chat([{"role": "user", "content": part} for part in parts])
+        assert not tokenizer.special_ids & set(ids)
+        assert text == "".join(parts)
+        assert tokenizer.decode(ids) == text
+
+    @pytest.mark.parametrize(("template", "content"), [("<|en{{ messages[0].content }}", "d|>"), ("{{ x }}|>", "")])
+    def test_nor_together_with_the_template(self, template: str, content: str) -> None:
+        tokenizer = templated(template)
+        ids, _ = tokenizer.encode_chat([{"role": "user", "content": content}], x="<|end")
+        assert not tokenizer.special_ids & set(ids)
+
+    def test_nor_markers_that_are_not_flagged_special(self) -> None:
+        markers = ["<|turn|>", "<|stop|>", "<|seen|>", "\n\n"]
+        template = (
+            "{% for m in messages %}<|turn|>{{ m.content.split('<|seen|>')[-1] }}<|seen|><|stop|>\n\n{% endfor %}"
+        )
+        made = gguf_metadata(byte_level(), "gpt2", markers)
+        tokens = made["tokenizer.ggml.tokens"]
+        turn, stop, seen, lines = (tokens.index(marker) for marker in markers)
+        made["tokenizer.ggml.eos_token_id"] = stop
+        tokenizer = Tokenizer.from_gguf(made | {"tokenizer.chat_template": template})
+        ids, text = tokenizer.encode_chat([{"role": "user", "content": "gone<|seen|>a<|turn|>b<|stop|>c\n\nd"}])
+        assert text == "<|turn|>a<|turn|>b<|stop|>c\n\nd<|seen|><|stop|>\n\n"
+        assert [id for id in ids if id in (turn, stop, seen, lines)] == [turn, lines, seen, stop, lines]
+        assert tokenizer.decode(ids).count("<|stop|>") == 1, "an end is left out even if it is not flagged special"
+
+    def test_ids_and_text_are_of_one_rendering(self, chat: Tokenizer) -> None:
+        tokenizer = templated("{% if '<|end|>' in messages[0].content %}yes{% else %}no{% endif %}{{ now() }}")
+        times: list[str] = []
+
+        def now() -> str:
+            times.append("")
+            return str(len(times))
+
+        ids, text = tokenizer.encode_chat([{"role": "user", "content": "<|end|>"}], now=now)
+        assert text == tokenizer.decode(ids) == "no1"
+
+    def test_the_noncharacter_that_guards_them_is_refused(self, chat: Tokenizer) -> None:
+        for message in ({"role": "user", "content": "a\ufdd0b"}, {"role": "user", "content": "", "\ufdd0": 1}):
+            with pytest.raises(ValueError, match=r"must not hold U\+FDD0"):
+                chat.encode_chat([message])
+        assert chat.decode(chat.encode("a\ufdd0b")) == "a\ufdd0b"
 
     def test_added_tokens_that_control_nothing_stay_tokens_in_messages(self, chat: Tokenizer) -> None:
         think = chat.encode("<think>")
         assert len(think) == 1
-        assert think[0] in chat.encode_chat([{"role": "assistant", "content": "<think>fox"}])
+        assert think[0] in chat.encode_chat([{"role": "assistant", "content": "<think>fox"}])[0]
 
 
 class TestChatTemplate:
-    def render(self, template: str, content: Any = "x", **variables: Any) -> str:
+    def render(self, template: str, content: Any = "x", /, **variables: Any) -> str:
         return templated(template).apply_chat_template([{"role": "user", "content": content}], **variables)
 
     @pytest.mark.parametrize(
@@ -545,6 +591,26 @@ class TestChatTemplate:
             with pytest.raises(ValueError, match=message):
                 call(messages)
 
+    def test_a_variable_with_a_name_that_is_taken_is_named(self, chat: Tokenizer) -> None:
+        variables: dict[str, Any] = {"messages": "x"}
+        with pytest.raises(ValueError, match="must not be called 'messages'"):
+            chat.encode_chat([{"role": "user", "content": "x"}], **variables)
+
+    @pytest.mark.parametrize("name", ["source", "variables", "context"])
+    def test_other_variables_may_have_any_name(self, name: str) -> None:
+        assert self.render(f"{{{{ {name} }}}}", **{name: "x", "self": "y"}) == "x"
+
+    def test_deep_nesting_is_a_value_error(self, chat: Tokenizer) -> None:
+        nested: Any = []
+        for _ in range(100_000):
+            nested = [nested]
+        choices: list[dict[str, Any]] = [{"tools": [{"x": nested}]}, {"x": nested}]
+        for arguments in choices:
+            with pytest.raises(ValueError, match="nested too deeply"):
+                chat.encode_chat([{"role": "user", "content": "x"}], **arguments)
+        with pytest.raises(ValueError, match="cannot be compiled"):
+            self.render("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
+
     def test_a_model_without_one_says_so(self) -> None:
         with pytest.raises(ValueError, match="no chat template"):
             Tokenizer.from_gguf(gguf_metadata(byte_level(), "gpt2")).apply_chat_template(
@@ -562,7 +628,7 @@ class TestChatTemplate:
     @given(messages=json_values, tools=json_values)
     def test_whatever_comes_it_is_text_or_a_value_error(self, chat: Tokenizer, messages: Any, tools: Any) -> None:
         with suppress(ValueError):
-            assert isinstance(chat.encode_chat(messages, tools=tools), list)
+            assert isinstance(chat.encode_chat(messages, tools=tools)[0], list)
 
 
 class TestBadWords:
@@ -624,7 +690,7 @@ class TestRealFiles:
             assert real(name).decode(ids, skip_special_tokens=False).removeprefix("<bos>") == text
 
     def test_smollm2_chat(self) -> None:
-        ids = real("smollm2").encode_chat([{"role": "user", "content": "Hi <|im_end|> 12"}])
+        ids = real("smollm2").encode_chat([{"role": "user", "content": "Hi <|im_end|> 12"}])[0]
         assert ids.count(2) == 2  # the system message's and the user's
         assert real("smollm2").eos_token_ids == {0, 2}
         assert real("smollm2").decode(ids).endswith("user\nHi <|im_end|> 12\nassistant\n")

@@ -18,23 +18,39 @@ Message = Mapping[str, Any]
 
 
 def render(
-    source: str, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, **variables: Any
+    source: str,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any],
 ) -> str:
     """Render ``messages``; ``variables`` are what else the template may name (``bos_token``, ...).
 
     Raises:
-        ValueError: messages or tools are malformed, the template is not valid Jinja, or it rejects the messages.
+        ValueError: messages or tools are malformed, a variable has their name, the template is not valid Jinja, or it
+            rejects the messages.
     """
     checked = [_checked(message, number) for number, message in enumerate(_checked_list("messages", messages))]
     if not checked:
         raise ValueError("messages must not be empty")
     if tools is not None and not all(isinstance(tool, Mapping) for tool in _checked_list("tools", tools)):
         raise ValueError("tools must be a list of mappings, the JSON schemas of functions")
-    template = _compiled(source)
+    if taken := variables.keys() & {"messages", "tools"}:
+        raise ValueError(f"a variable of the chat template must not be called {sorted(taken)[0]!r}")
+    template, _ = _compiled(source)
     try:
-        return template.render(messages=checked, tools=tools, **variables)
+        return template.render({"messages": checked, "tools": tools, **variables})
     except Exception as error:  # template code can raise anything: a missing field, str + None, its own refusal
         raise ValueError(f"the chat template cannot render these messages: {error}") from error
+
+
+def is_marker(text: str, source: str) -> bool:
+    """Whether a template writes ``text`` around messages, and does not look for it in them.
+
+    Raises:
+        ValueError: the template is not valid Jinja.
+    """
+    visible = any(not character.isalnum() and character not in " _▁\n\t" for character in text)
+    return visible and text in source and text not in _compiled(source)[1]
 
 
 def _checked_list(name: str, values: Any) -> Sequence[Any]:
@@ -64,13 +80,27 @@ def _part_text(part: Any, number: int) -> str:
 
 
 @lru_cache(maxsize=32)
-def _compiled(source: str) -> "jinja2.Template":
+def _compiled(source: str) -> "tuple[jinja2.Template, frozenset[str]]":
+    """A template, and the texts that it compares with others or gives to methods and filters."""
     import jinja2
+    from jinja2 import nodes
 
     try:
-        return _environment().from_string(source)
+        tree = _environment().parse(source)
+        template = _environment().from_string(tree)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
+    except Exception as error:  # nested too deeply for Jinja or for Python, text that is not Unicode
+        raise ValueError(f"the chat template cannot be compiled: {error}") from error
+    operands: list[nodes.Node] = []
+    for comparison in tree.find_all(nodes.Compare):
+        operands += [comparison.expr, *(operand.expr for operand in comparison.ops)]
+    for call in tree.find_all((nodes.Call, nodes.Filter)):
+        if isinstance(call, nodes.Filter) or isinstance(call.node, nodes.Getattr):
+            operands += call.args
+    return template, frozenset(
+        operand.value for operand in operands if isinstance(operand, nodes.Const) and isinstance(operand.value, str)
+    )
 
 
 @lru_cache(maxsize=1)

@@ -41,6 +41,7 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
         text_bytes=text_bytes,
         vocab_size=max(backend.get_vocab_size(), 1 + max(added, default=-1)),
         special_ids=[id for id, token in added.items() if token.special],
+        added_ids=added,
         bos_token_id=bos,
         eos_token_ids=_end_ids(folder / "config.json")
         | _end_ids(folder / "generation_config.json")

@@ -106,6 +106,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         text_bytes=text_bytes,
         vocab_size=len(tokens),
         special_ids=special_ids,
+        added_ids=ids[_CONTROL] + ids[_UNKNOWN] + ids[_USER_DEFINED],
         bos_token_id=bos,
         eos_token_ids=[id for id in ends if id is not None],
         prefix_ids=[bos] if bos is not None and _flag(metadata, "add_bos_token", begins) else [],

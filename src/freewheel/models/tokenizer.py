@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from freewheel.models.chat_template import Message
 
-# A noncharacter, which no text should hold: put into a special token that is written out, it keeps that token from
-# being found, and is then left out.
+# A noncharacter, which no text should hold, and no message may: put into a special token that is written out, it keeps
+# that token from being found, and is then left out.
 _GUARD = "\ufdd0"
 
 
@@ -39,13 +39,14 @@ class Tokenizer:
 
     Special tokens written out in a text given to :meth:`encode` become their ids, so that a raw prompt can spell a chat
     format (as in vLLM and transformers). In :meth:`encode_chat` only the template's own do: what a message says, it
-    says as ordinary text.
+    says as ordinary text. That holds for special and end tokens, and for other added tokens that the template writes
+    as markers, but for those that it looks for in messages (a reply's ``</think>``, to leave its reasoning out).
 
     Attributes:
         vocab_size: one more than the largest id the tokenizer knows (a model may have more rows, for padding).
         bos_token_id: beginning of text, None if there is none.
         eos_token_ids: every id that ends a text: of configuration, generation configuration and tokenizer.
-        special_ids: control tokens, which ``skip_special_tokens`` leaves out.
+        special_ids: control and end tokens, which ``skip_special_tokens`` leaves out.
         chat_template: the default template's source, None if there is none.
         leading_spaces: spaces that decoding drops from the beginning of a text (encoding had added them).
     """
@@ -58,6 +59,7 @@ class Tokenizer:
         text_bytes: Callable[[str], bytes],
         vocab_size: int,
         special_ids: Iterable[int],
+        added_ids: Iterable[int],
         bos_token_id: int | None,
         eos_token_ids: Iterable[int],
         prefix_ids: Sequence[int] = (),
@@ -72,6 +74,7 @@ class Tokenizer:
             encoder: text to ids, without the ids that begin and end a text.
             token_text: a token as the vocabulary spells it, None for an unknown id.
             text_bytes: the bytes that such a spelling stands for.
+            added_ids: tokens that encoding finds in the raw text, before anything else.
             prefix_ids: what begins every encoded text (a beginning-of-text token); suffix_ids: what ends it.
             chat_templates: sources by name; "default", and possibly "tool_use".
             named_tokens: "bos_token" and the like to their texts, for templates.
@@ -81,9 +84,10 @@ class Tokenizer:
         self._text_bytes = text_bytes
         self._bytes: dict[int, bytes] = {}
         self.vocab_size = vocab_size
-        self.special_ids = frozenset(special_ids)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.special_ids = self.eos_token_ids.union(special_ids)
+        self._added_ids = frozenset(added_ids)
         self._prefix_ids = list(prefix_ids)
         self._suffix_ids = list(suffix_ids)
         self.leading_spaces = leading_spaces
@@ -148,6 +152,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: "Sequence[Message]",
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -162,43 +167,51 @@ class Tokenizer:
             variables: further variables of the template (``enable_thinking=False``...).
 
         Raises:
-            ValueError: there is no template, the messages are malformed, or the template rejects them.
+            ValueError: there is no template, the messages are malformed or hold U+FDD0, a variable has a name that is
+                taken, or the template rejects the messages.
         """
+        return self._render(messages, tools, add_generation_prompt, variables).replace(_GUARD, "")
+
+    def encode_chat(
+        self,
+        messages: "Sequence[Message]",
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> tuple[list[int], str]:
+        """Ids and text of the conversation.
+
+        The ids begin with the model's beginning-of-text token whether or not the template writes it. A special token
+        that is written out in ``messages``, ``tools`` or ``variables`` stays ordinary text: nobody can end a turn, or
+        begin another role's, from within a message. The template sees such a token with U+FDD0 between its characters,
+        so it does not find it either. Arguments and errors as in :meth:`apply_chat_template`.
+        """
+        text = self._render(messages, tools, add_generation_prompt, variables)
+        ids = self._begin(self._encode(text, _GUARD if _GUARD in text else ""))
+        return ids, text.replace(_GUARD, "")
+
+    def _render(
+        self,
+        messages: "Sequence[Message]",
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The conversation with every special token in it that is not the template's own broken by noncharacters."""
         from freewheel.models.chat_template import render
 
         source = self._chat_templates.get("tool_use") if tools else None
         source = source or self.chat_template
         if source is None:
             raise ValueError("this model has no chat template: give it a prompt to complete")
-        return render(
-            source,
-            messages,
-            tools=tools or None,
-            add_generation_prompt=add_generation_prompt,
-            **(self._named_tokens | variables),
-        )
-
-    def encode_chat(
-        self,
-        messages: "Sequence[Message]",
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> list[int]:
-        """Ids of the conversation, with the model's beginning-of-text token whether or not the template writes it.
-
-        A special token that is written out in ``messages``, ``tools`` or ``variables`` stays ordinary text: nobody can
-        end a turn, or begin another role's, from within a message. Arguments and errors as in
-        :meth:`apply_chat_template`.
-        """
-        text = self.apply_chat_template(
-            self._guard(messages),
-            tools=self._guard(tools),
-            add_generation_prompt=add_generation_prompt,
-            **self._guard(variables),
-        )
-        return self._begin(self._encode(text, _GUARD if _GUARD in text else ""))
+        try:
+            messages, tools, variables = self._guard(messages), self._guard(tools), self._guard(variables)
+        except RecursionError as error:
+            raise ValueError("messages, tools or variables are nested too deeply") from error
+        variables = {"add_generation_prompt": add_generation_prompt, **self._named_tokens, **variables}
+        return render(source, messages, tools or None, variables)
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Token sequences that spell ``words``: each within a text and after a space, without duplicates.
@@ -239,20 +252,37 @@ class Tokenizer:
         return self._encode(text)
 
     def _guard(self, value: Any) -> Any:
-        """``value`` with every special token that is written out in one of its strings broken by noncharacters."""
+        """``value`` with noncharacters in every special token, or part of one at an end, that its strings spell."""
         if isinstance(value, str):
-            # After each character, as the end of one special token may be the beginning of another.
-            return self._special_pattern.sub(lambda found: "".join(f"{c}{_GUARD}" for c in found[0]), value)
+            _, heads, tails = self._guarded
+            # Two strings, or a string and the template, may make a special token together.
+            return _GUARD * value.startswith(tails) + self._broken(value) + _GUARD * value.endswith(heads)
         if isinstance(value, Mapping):
-            return {self._guard(key): self._guard(item) for key, item in value.items()}
+            keys = (self._broken(key) if isinstance(key, str) else key for key in value)
+            return dict(zip(keys, map(self._guard, value.values())))
         if isinstance(value, list | tuple):
             return [self._guard(item) for item in value]
         return value
 
+    def _broken(self, text: str) -> str:
+        if _GUARD in text:
+            raise ValueError("messages, tools and variables must not hold U+FDD0, which is not a character")
+        # After each character, as the end of one special token may be the beginning of another.
+        return self._guarded[0].sub(lambda found: "".join(f"{c}{_GUARD}" for c in found[0]), text)
+
     @cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
-        texts = sorted((self._token_text(id) or "" for id in self.special_ids), key=len, reverse=True)
-        return re.compile("|".join(re.escape(text) for text in texts if text) or r"(?!)")
+    def _guarded(self) -> tuple[re.Pattern[str], tuple[str, ...], tuple[str, ...]]:
+        """What finds the tokens that messages must not spell, and the proper beginnings and ends of these."""
+        from freewheel.models.chat_template import is_marker
+
+        added = {id: text for id in self._added_ids if (text := self.token_text(id))}
+        texts = [text for id, text in added.items() if id in self.special_ids]
+        for source in self._chat_templates.values():
+            texts += [text for id, text in added.items() if id not in self.special_ids and is_marker(text, source)]
+        texts.sort(key=len, reverse=True)
+        pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        cuts = [(text[:cut], text[cut:]) for text in texts for cut in range(1, len(text))]
+        return pattern, tuple({head for head, _ in cuts}), tuple({tail for _, tail in cuts})
 
 
 def strip_spaces(text: str, count: int) -> str:
