@@ -21,8 +21,8 @@ def sample_each(
     state = SamplingState(len(params), logits.shape[1], 64)
     for slot, row_params in enumerate(params):
         state.join(slot, row_params, prompt, seed=slot, **join)
-    slots = torch.arange(len(params))
-    return Sampler(state).sample(logits, SampleRows(slots, state.lengths[slots]))
+    slots, length = torch.arange(len(params)), len(prompt) + len(join.get("output_ids", ()))
+    return Sampler(state).sample(logits, SampleRows(slots, torch.full_like(slots, length)))
 
 
 def sample_many(

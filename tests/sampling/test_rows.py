@@ -112,8 +112,8 @@ def test_nan_and_infinity_are_reported_even_under_a_mask(kind: str, bad: float) 
     samples = Sampler(state).sample(logits, SampleRows(torch.tensor([0]), torch.tensor([3])))
     assert samples.status.tolist() == [Status.NAN]
     assert samples.tokens.tolist() == [-1]
-    state.append(torch.tensor([0]), samples.tokens)
-    assert state.lengths.tolist() == [3]
+    state.append(torch.tensor([0]), torch.tensor([3]), samples.tokens)
+    assert state.history[0, :4].tolist() == [0, 1, 2, 0]
 
 
 def test_nan_among_padding_ids_is_not_read() -> None:

@@ -33,6 +33,18 @@ def test_alternatives_ranks_and_values(count: int, ties: bool, temperature: floa
         top = total_order(logits[row].double().numpy())[:count]
         assert samples.logprobs.top_ids[row].tolist() == top
         np.testing.assert_allclose(samples.logprobs.top_logprobs[row], expected[top], atol=1e-5)
+        assert samples.logprobs.top_ranks[row].tolist() == [
+            1 + int((logits[row] > logits[row, id]).sum()) for id in top
+        ]
+
+
+def test_ranks_tell_apart_what_rounds_to_one_log_probability() -> None:
+    logits = torch.full((1, 300), 20.0)
+    logits[0, :3] = torch.tensor([2e-7, 1e-7, 0.0])
+    scored = prompt_logprobs(logits, torch.tensor([0]), 300)
+    close = [scored.top_ids[0].tolist().index(id) for id in range(3)]
+    assert len({float(scored.top_logprobs[0, index]) for index in close}) == 1
+    assert [int(scored.top_ranks[0, index]) for index in close] == [298, 299, 300]
 
 
 def test_rows_report_what_each_asked_for() -> None:
@@ -94,7 +106,7 @@ def test_prompt_log_probabilities_do_not_depend_on_how_the_prompt_is_cut() -> No
     np.testing.assert_allclose(whole.token_logprobs, expected[range(33), tokens], atol=1e-5)
     for cuts in ([16, 17], [1, 32], [15, 1, 17], [33]):
         parts = [prompt_logprobs(*part, 3) for part in zip(logits.split(cuts), tokens.split(cuts))]
-        for name in ("token_logprobs", "ranks", "top_ids", "top_logprobs"):
+        for name in ("token_logprobs", "ranks", "top_ids", "top_logprobs", "top_ranks"):
             assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
 
 

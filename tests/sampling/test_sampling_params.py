@@ -209,7 +209,28 @@ def test_more_logprobs_than_tokens_are_refused(name: str) -> None:
 def test_bad_words_that_forbid_all_allowed_ids_are_refused() -> None:
     params = SamplingParams(allowed_token_ids=[4, 5], bad_words=["x"])
     params.check_vocabulary(10, [[4], [3, 5]])
-    with pytest.raises(ValueError, match=r"^bad_words "):
+    with pytest.raises(ValueError, match=r"^allowed_token_ids .* bad_words"):
         params.check_vocabulary(10, [[4], [5]])
     with pytest.raises(ValueError, match=r"^bad_words "):
         params.check_vocabulary(10, [[10]])
+
+
+def test_allowed_ids_that_are_all_held_back_or_forbidden_are_refused() -> None:
+    params = SamplingParams(allowed_token_ids=[4, 5, 6], stop_token_ids=[5], bad_words=["x"], min_tokens=1)
+    params.check_vocabulary(10, [[4]], end_ids=[7])
+    with pytest.raises(ValueError, match=r"^allowed_token_ids leaves no token to draw: .* min_tokens"):
+        params.check_vocabulary(10, [[4]], end_ids=[6])
+    replace(params, min_tokens=0).check_vocabulary(10, [[4]], end_ids=[6])
+
+
+@pytest.mark.parametrize("name", STRING_LISTS)
+def test_strings_are_limited_in_all(name: str) -> None:
+    make(name, ["x" * 1024] * 16)
+    with pytest.raises(ValueError, match=f"^{name} has 16385 characters in all, more than the limit of 16384"):
+        make(name, [*["x" * 1024] * 16, "y"])
+
+
+@pytest.mark.parametrize("name", STRING_LISTS)
+def test_text_with_half_a_character_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} has a lone surrogate at character 1"):
+        make(name, ["fine", "a\ud800"])

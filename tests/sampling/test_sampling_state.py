@@ -27,16 +27,16 @@ def join(state: SamplingState, slot: int, fields: dict[str, Any], seed: int, out
     state.join(slot, SamplingParams(**fields), [1, 2, 3], seed=seed, output_ids=output, bad_word_ids=words, end_ids=[0])
 
 
-def run(state: SamplingState, slots: list[int], steps: int) -> list[list[int]]:
-    """Tokens of each slot over some steps; each position of each sequence has logits of its own."""
-    rows, tokens = torch.tensor(slots), []
-    for _ in range(steps):
-        positions = state.lengths[rows]
+def run(state: SamplingState, lengths: dict[int, int], steps: int) -> list[list[int]]:
+    """Tokens of each slot, of some length, over some steps; each position of each sequence has logits of its own."""
+    rows, tokens = torch.tensor(list(lengths)), []
+    for step in range(steps):
+        positions = torch.tensor(list(lengths.values())) + step
         logits = torch.stack(
             [torch.randn(VOCAB, generator=torch.Generator().manual_seed(int(position))) * 2 for position in positions]
         )
         drawn = Sampler(state).sample(logits, SampleRows(rows, positions)).tokens
-        state.append(rows, drawn)
+        state.append(rows, positions, drawn)
         tokens.append(drawn.tolist())
     return [list(column) for column in zip(*tokens)]
 
@@ -46,40 +46,40 @@ def run(state: SamplingState, slots: list[int], steps: int) -> list[list[int]]:
 def test_a_preempted_sequence_comes_back_as_it_was(fields: dict[str, Any], made: int) -> None:
     state = SamplingState(4, VOCAB, 32)
     join(state, 2, fields, 9, [])
-    [whole] = run(state, [2], 10)
+    [whole] = run(state, {2: 3}, 10)
     join(state, 0, DEMANDING, 1, [])
     state.leave(2)
     join(state, 1, DEMANDING, 5, [8])
     join(state, 3, fields, 9, whole[:made])
-    assert run(state, [3], 10 - made) == [whole[made:]]
+    assert run(state, {3: 3 + made}, 10 - made) == [whole[made:]]
 
 
 def test_a_demanding_sequence_that_joins_a_running_batch_is_as_it_is_alone() -> None:
     alone = SamplingState(1, VOCAB, 64)
     join(alone, 0, DEMANDING, 9, [])
-    [expected] = run(alone, [0], 12)
+    [expected] = run(alone, {0: 3}, 12)
 
     state = SamplingState(5, VOCAB, 64)
     for slot in range(4):
         join(state, slot, {}, slot, [])
-    run(state, [0, 1, 2, 3], 5)
+    run(state, dict.fromkeys(range(4), 3), 5)
     join(state, 4, DEMANDING, 9, [])
-    first = run(state, [3, 4, 0, 1, 2], 6)[1]
+    first = run(state, {3: 8, 4: 3, 0: 8, 1: 8, 2: 8}, 6)[1]
     state.leave(1)
-    assert first + run(state, [4, 2], 6)[0] == expected
+    assert first + run(state, {4: 9, 2: 14}, 6)[0] == expected
 
 
 def test_a_slot_keeps_nothing_of_the_one_before() -> None:
     state = SamplingState(2, VOCAB, 32)
     for _ in range(3):
         join(state, 0, {**DEMANDING, "allowed_token_ids": range(9), "logprobs": 3, "temperature": 0.0}, 3, [4, 4, 4])
-        run(state, [0], 3)
+        run(state, {0: 6}, 3)
         state.leave(0)
     join(state, 0, {}, 7, [])
     fresh = SamplingState(2, VOCAB, 32)
     join(fresh, 1, {}, 7, [])
     assert not state.edited(torch.tensor([0]), torch.tensor([3])).any()
-    assert run(state, [0], 8) == run(fresh, [1], 8)
+    assert run(state, {0: 3}, 8) == run(fresh, {1: 3}, 8)
 
 
 def test_count_rows_exist_only_for_slots_with_penalties() -> None:
@@ -96,8 +96,7 @@ def test_a_row_without_a_token_is_not_appended() -> None:
     state = SamplingState(3, VOCAB, 16)
     for slot in range(3):
         join(state, slot, {"frequency_penalty": 1.0}, slot, [])
-    state.append(torch.tensor([2, 0, 1]), torch.tensor([7, -1, 9]))
-    assert state.lengths.tolist() == [3, 4, 4]
+    state.append(torch.tensor([2, 0, 1]), torch.full((3,), 3), torch.tensor([7, -1, 9]))
     assert state.history[:, 3].tolist() == [0, 9, 7]
     rows, tokens, counts = state.seen_tokens(torch.tensor([0, 2]), torch.tensor([3, 4]))
     assert rows.tolist() == [0, 0, 0, 1, 1, 1, 1]

@@ -25,7 +25,7 @@ def transformed(
     state = SamplingState(1, len(logits), 256)
     state.join(0, params, prompt, seed=0, output_ids=output, **join)
     values = torch.tensor([list(logits)])
-    transform(state, values, torch.tensor([0]), state.lengths[:1])
+    transform(state, values, torch.tensor([0]), torch.tensor([len(prompt) + len(output)]))
     return values[0].tolist()
 
 
@@ -73,9 +73,10 @@ def test_end_ids_are_held_back_for_exactly_min_tokens(prompt_length: int, min_to
     state.join(0, params, [3] * prompt_length, seed=0, end_ids=[5, 6, -1, VOCAB, 2**31])
     sampler, slots, tokens = Sampler(state), torch.tensor([0]), []
     for _ in range(min_tokens + 1):
-        assert bool(state.edited(slots, state.lengths)) or len(tokens) >= min_tokens
-        samples = sampler.sample(FLAT[None], SampleRows(slots, state.lengths[slots]))
-        state.append(slots, samples.tokens)
+        positions = torch.tensor([prompt_length + len(tokens)])
+        assert bool(state.edited(slots, positions)) or len(tokens) >= min_tokens
+        samples = sampler.sample(FLAT[None], SampleRows(slots, positions))
+        state.append(slots, positions, samples.tokens)
         tokens.append(int(samples.tokens))
     assert tokens == [0] * min_tokens + [5]
     for made in range(min_tokens + 1):
@@ -84,10 +85,11 @@ def test_end_ids_are_held_back_for_exactly_min_tokens(prompt_length: int, min_to
         assert held == ({4, 5, 6} if made < min_tokens else set())
 
 
-def test_a_satisfied_min_tokens_returns_the_row_to_the_fast_path() -> None:
+@pytest.mark.parametrize(("end_ids", "edited"), [([5], [True, True, False, False]), ([], [False] * 4)])
+def test_min_tokens_that_is_satisfied_or_holds_nothing_back_costs_nothing(end_ids: list[int], edited: list) -> None:
     state = SamplingState(1, VOCAB, 16)
-    state.join(0, SamplingParams(min_tokens=2), [1, 2, 3], seed=0, end_ids=[5])
-    assert state.edited(torch.tensor([0] * 4), torch.tensor([3, 4, 5, 6])).tolist() == [True, True, False, False]
+    state.join(0, SamplingParams(min_tokens=2), [1, 2, 3], seed=0, end_ids=end_ids)
+    assert state.edited(torch.tensor([0] * 4), torch.tensor([3, 4, 5, 6])).tolist() == edited
 
 
 @pytest.mark.parametrize(
@@ -121,10 +123,30 @@ def test_bad_words_do_not_reach_before_the_first_token_or_past_the_row() -> None
     assert (values[:, 2] == 0).all()
 
 
+def test_bad_words_cost_what_their_tokens_are() -> None:
+    """Not their number times the longest of them."""
+    state = SamplingState(1, VOCAB, 4096)
+    words = [[1] * 4000, *([2, 3] for _ in range(1000))]
+    state.join(0, SamplingParams(bad_words=["x"]), [1, 2], seed=0, bad_word_ids=words)
+    assert len(state.bad_words.entries) == len(state.bad_word_distances.entries) == 6000
+    values = torch.zeros(1, VOCAB)
+    transform(state, values, torch.tensor([0]), torch.tensor([2]))
+    assert values.isinf().nonzero().tolist() == [[0, 3]]
+
+
+def test_bad_words_of_several_rows_stay_apart() -> None:
+    state = SamplingState(3, VOCAB, 16)
+    for slot, words in enumerate([[[1, 2], [3]], [], [[4], [1, 1, 5], [2, 6]]]):
+        state.join(slot, SamplingParams(bad_words=["x"]), [1, 1, 2], seed=0, bad_word_ids=words)
+    values = torch.zeros(4, VOCAB)
+    transform(state, values, torch.tensor([2, 0, 1, 2]), torch.tensor([2, 2, 2, 3]))
+    assert values.isinf().nonzero().tolist() == [[0, 4], [0, 5], [1, 2], [1, 3], [3, 4], [3, 6]]
+
+
 def test_an_allow_list_whose_last_id_is_forbidden_is_refused_or_reported() -> None:
     params = SamplingParams(allowed_token_ids=[3], bad_words=["x"])
     state = SamplingState(3, VOCAB, 16)
-    with pytest.raises(ValueError, match="bad_words"):
+    with pytest.raises(ValueError, match=r"allowed_token_ids .* bad_words"):
         state.join(0, params, [1], seed=0, bad_word_ids=[[3]])
     for slot, temperature in enumerate((0.0, 1.0)):
         greedy_or_random = SamplingParams(allowed_token_ids=[3], bad_words=["x"], temperature=temperature, logprobs=2)

@@ -100,12 +100,11 @@ class Runner:
         batch, slots, positions = self._batch(spans, sampled)
         logits = self._decoder.forward(batch, self._pool.layers)
 
+        # The token to draw comes after the row that predicts it.
+        rows = SampleRows(slots[: len(sampled)], positions[: len(sampled)] + 1)
         samples = None
         if sampled:
-            # The token to draw comes after the row that predicts it.
-            rows = SampleRows(slots[: len(sampled)], positions[: len(sampled)] + 1)
             samples = self._sampler.sample(logits[: len(sampled)], rows)
-            state.append(rows.slots, samples.tokens)
         scores = []
         first = len(sampled)
         for span in spans:
@@ -115,6 +114,8 @@ class Runner:
                 valid = logits[first:last, : state.valid_vocab_size]
                 scores.append((following, prompt_logprobs(valid, following, span.alternatives)))
                 first = last
+        if samples is not None:  # last: after an exception the state is as before
+            state.append(rows.slots, rows.positions, samples.tokens)
         return Launched(samples, scores)
 
     def _batch(self, spans: Sequence[Span], sampled: Sequence[int]) -> tuple[RowBatch, Tensor, Tensor]:
@@ -153,20 +154,14 @@ class Runner:
 
 
 def describe(tokens: Tensor, logprobs: Logprobs) -> list[TokenLogprobs]:
-    """Log probabilities as plain lists: each token first, then its alternatives without it, ties sharing a rank."""
+    """Log probabilities as plain lists: each token first, then its alternatives without it."""
     result = []
-    columns = (logprobs.token_logprobs, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs)
-    for token, own, rank, top_ids, top in zip(tokens.tolist(), *(column.tolist() for column in columns)):
-        ids, values, ranks = [token], [own], [rank]
-        place = 1
-        for index, (id, value) in enumerate(zip(top_ids, top)):
-            if id < 0:  # past what this row asked for
-                break
-            if index == 0 or value != top[index - 1]:
-                place = index + 1
-            if id != token:
-                ids.append(id)
-                values.append(value)
-                ranks.append(place)
-        result.append(TokenLogprobs(ids, values, ranks))
+    columns = (logprobs.token_logprobs, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs, logprobs.top_ranks)
+    for token, own, rank, *alternatives in zip(tokens.tolist(), *(column.tolist() for column in columns)):
+        entry = TokenLogprobs([token], [own], [rank])
+        for alternative in zip(*alternatives):
+            if alternative[0] not in (token, -1):  # -1 past what this row asked for
+                for column, value in zip(entry, alternative):
+                    column.append(value)
+        result.append(entry)
     return result

@@ -4,7 +4,7 @@ state = SamplingState(slots=8, vocab_size=logits.shape[1], max_length=4096)
 state.join(0, SamplingParams(temperature=0.8, top_p=0.95), prompt_ids, seed=random_seed())
 slots, positions = torch.tensor([0]), torch.tensor([len(prompt_ids)])
 samples = Sampler(state).sample(logits, SampleRows(slots, positions))
-state.append(slots, samples.tokens)
+state.append(slots, positions, samples.tokens)
 """
 
 from freewheel.sampling.logprobs import Logprobs, prompt_logprobs

@@ -21,6 +21,7 @@ class Logprobs:
         top_ids: int64 [m, n], the most likely ids in the total order (larger first, then smaller id), n the most that
             a row asked for; -1 past what a row asked for.
         top_logprobs: float32 [m, n]; -inf for ids that can't be drawn and past what a row asked for.
+        top_ranks: int64 [m, n], ranks of the most likely ids; 0 past what a row asked for.
     """
 
     rows: Tensor
@@ -28,6 +29,7 @@ class Logprobs:
     ranks: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
+    top_ranks: Tensor
 
 
 def prompt_logprobs(logits: Tensor, next_tokens: Tensor, n: int) -> Logprobs:
@@ -56,6 +58,7 @@ def describe(rows: Tensor, scores: Sequence[Tensor], tokens: Tensor, counts: Seq
     ranks = torch.zeros_like(rows)
     top_ids = rows.new_full((len(rows), width), -1)
     top_logprobs = torch.full((len(rows), width), -torch.inf, device=rows.device)
+    top_ranks = torch.zeros_like(top_ids)
     for i, (row, count) in enumerate(zip(scores, counts)):
         peak = row.max()
         if not peak.isfinite():
@@ -68,5 +71,8 @@ def describe(rows: Tensor, scores: Sequence[Tensor], tokens: Tensor, counts: Seq
         ranks[i] = (row > own).sum() + 1
         if count:
             top_ids[i, :count] = ids = leading(row, count)
-            top_logprobs[i, :count] = row[ids].double() - log_sum
-    return Logprobs(rows, token_logprobs, ranks, top_ids, top_logprobs)
+            values = row[ids].double()
+            top_logprobs[i, :count] = values - log_sum
+            # Whatever is larger comes before, and equal values are neighbours.
+            top_ranks[i, :count] = torch.searchsorted(-values, -values) + 1
+    return Logprobs(rows, token_logprobs, ranks, top_ids, top_logprobs, top_ranks)

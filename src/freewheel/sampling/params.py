@@ -13,6 +13,7 @@ MAX_IDS = 2**20
 MAX_LOGPROBS = 1024
 MAX_STRINGS = 1024
 MAX_STRING_LENGTH = 1024
+MAX_CHARACTERS = 2**14
 MIN_TEMPERATURE = 1e-30
 MAX_TEMPERATURE = 1e30
 MAX_BIAS = 1e30
@@ -43,13 +44,13 @@ class SamplingParams:
             each bias finite, at most 1e30 in magnitude.
         allowed_token_ids: the only ids that may be drawn, 1 to 2**20 of them (stored sorted).
         bad_words: texts whose last token is not drawn after the tokens before it; at most 1,024 of at most 1,024
-            characters.
-        min_tokens: end-of-sequence and stop ids are held back until the output has this many tokens; at most
-            ``max_tokens``.
+            characters, 16,384 in all.
+        min_tokens: end-of-sequence and stop ids are held back until the output has this many tokens, and a stop text
+            that an earlier token completes is ignored; at most ``max_tokens``.
         max_tokens: longest output in tokens; None means up to the model's context.
-        stop: texts that end the output; at most 1,024 of at most 1,024 characters (stored as a tuple).
-        stop_token_ids: ids that end the output (stored sorted).
-        include_stop_str_in_output: whether the output keeps the stop text that ended it.
+        stop: texts that end the output; at most 1,024 of at most 1,024 characters, 16,384 in all (stored as a tuple).
+        stop_token_ids: ids that end the output (stored sorted); a token that also completes a stop text counts as id.
+        include_stop_str_in_output: whether the output keeps the stop text, or the text of the stop id, that ended it.
         ignore_eos: go on after an end-of-sequence id.
         seed: key of the draws, a signed 64-bit integer; None takes a random one for each request.
         logprobs: report the drawn token's log probability and rank, and this many most likely tokens, 0 to 1,024.
@@ -108,9 +109,9 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, not {_shown(getattr(self, name))}")
+                raise ValueError(f"{name} must be True or False, not {shown(getattr(self, name))}")
         if self.logprobs_mode not in ("raw", "processed"):
-            raise ValueError(f'logprobs_mode must be "raw" or "processed", not {_shown(self.logprobs_mode)}')
+            raise ValueError(f'logprobs_mode must be "raw" or "processed", not {shown(self.logprobs_mode)}')
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
 
@@ -119,12 +120,15 @@ class SamplingParams:
         """Whether any penalty differs from its neutral value."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
-    def check_vocabulary(self, vocab_size: int, bad_word_ids: Iterable[Sequence[int]] = ()) -> None:
-        """Check every id against the vocabulary, and that bad words leave an allowed id.
+    def check_vocabulary(
+        self, vocab_size: int, bad_word_ids: Sequence[Sequence[int]] = (), end_ids: Iterable[int] = ()
+    ) -> None:
+        """Check every id against the vocabulary, and that something allowed is left to draw at first.
 
         Args:
             vocab_size: number of ids that may be drawn.
             bad_word_ids: the token sequences of ``bad_words``.
+            end_ids: ids that ``min_tokens`` holds back besides ``stop_token_ids``.
 
         Raises:
             ValueError: naming the field.
@@ -143,15 +147,32 @@ class SamplingParams:
             if (getattr(self, name) or 0) > vocab_size:
                 raise ValueError(f"{name} ({getattr(self, name)}) exceeds the vocabulary of {vocab_size} tokens")
         banned = {word[0] for word in bad_word_ids if len(word) == 1}
+        if self.min_tokens:
+            banned.update(end_ids, self.stop_token_ids)
         if self.allowed_token_ids is not None and banned.issuperset(self.allowed_token_ids):
-            raise ValueError("bad_words forbids every id of allowed_token_ids, so that no token is left to draw")
+            raise ValueError(
+                "allowed_token_ids leaves no token to draw: bad_words, or min_tokens for end-of-sequence and stop ids, "
+                "forbids every one"
+            )
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A short text for an error. What may be large, or have any ``repr``, is named by its type."""
     if isinstance(value, int) and abs(value) >= 2**64:
         return "a very large integer"
     return reprlib.repr(value) if isinstance(value, (int, float, str, type(None))) else f"a {type(value).__name__}"
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse what no tokenizer takes.
+
+    Raises:
+        ValueError: the text has a surrogate without its other half.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has a lone surrogate at character {error.start}: it is not valid text") from None
 
 
 def _is(value: Any, kind: type) -> bool:
@@ -160,7 +181,7 @@ def _is(value: Any, kind: type) -> bool:
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     if not _is(value, Integral) or not low <= value <= high:
-        raise ValueError(f"{name} must be an integer from {low} to {high}, not {_shown(value)}")
+        raise ValueError(f"{name} must be an integer from {low} to {high}, not {shown(value)}")
     return int(value)
 
 
@@ -170,7 +191,7 @@ def _optional_integer(name: str, value: Any, low: int, high: int) -> int | None:
 
 def _number(name: str, value: Any, low: float, high: float, bounds: str | None = None) -> float:
     if not _is(value, Real) or not low <= value <= high:
-        raise ValueError(f"{name} must be a number {bounds or f'from {low:g} to {high:g}'}, not {_shown(value)}")
+        raise ValueError(f"{name} must be a number {bounds or f'from {low:g} to {high:g}'}, not {shown(value)}")
     return float(value)
 
 
@@ -183,7 +204,7 @@ def _temperature(value: Any) -> float:
 
 def _items(name: str, values: Any, limit: int, kind: str) -> tuple[Any, ...]:
     if isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, set, frozenset)):
-        raise ValueError(f"{name} must be a list of {kind}, not {_shown(values)}")
+        raise ValueError(f"{name} must be a list of {kind}, not {shown(values)}")
     if len(values) > limit:
         raise ValueError(f"{name} has {len(values)} entries, more than the limit of {limit}")
     return tuple(values)
@@ -207,7 +228,7 @@ def _bias(values: Any) -> tuple[tuple[int, float], ...] | None:
         return None
     pairs = values.items() if isinstance(values, Mapping) else values
     if not isinstance(values, (Mapping, tuple)) or any(not isinstance(p, tuple) or len(p) != 2 for p in pairs):
-        raise ValueError(f"logit_bias must map token ids to numbers, not {_shown(values)}")
+        raise ValueError(f"logit_bias must map token ids to numbers, not {shown(values)}")
     if len(values) > MAX_IDS:
         raise ValueError(f"logit_bias has {len(values)} entries, more than the limit of {MAX_IDS}")
     biases = {
@@ -222,6 +243,9 @@ def _strings(name: str, values: Any) -> tuple[str, ...]:
     for string in strings:
         if not isinstance(string, str) or not 0 < len(string) <= MAX_STRING_LENGTH:
             raise ValueError(
-                f"{name} must hold strings of 1 to {MAX_STRING_LENGTH} characters, and one entry is {_shown(string)}"
+                f"{name} must hold strings of 1 to {MAX_STRING_LENGTH} characters, and one entry is {shown(string)}"
             )
+        check_text(name, string)
+    if (total := sum(map(len, strings))) > MAX_CHARACTERS:
+        raise ValueError(f"{name} has {total} characters in all, more than the limit of {MAX_CHARACTERS}")
     return strings

@@ -21,20 +21,19 @@ class SamplingState:
         valid_vocab_size: ids that may be drawn, the first of the vocabulary.
         max_length: longest sequence, prompt and output.
         history: int64 [slots, max_length], the tokens of each sequence.
-        lengths: int64 [slots], how many of them there are.
         prompt_lengths: int64 [slots].
         seeds: int64 [slots].
         temperatures, top_p, min_p: float64 [slots].
         top_k: int64 [slots], 1 to ``valid_vocab_size``, which means all.
         truncated: bool [slots], whether top-k, top-p or min-p limit the draw.
         repetition, frequency, presence: float32 [slots], the penalties.
-        min_tokens: int64 [slots].
+        min_tokens: int64 [slots]; 0 for slots that have no id to hold back.
         logprobs: int64 [slots], how many alternatives to report; -1 for no log probabilities at all.
         processed_logprobs: bool [slots], whether these are taken after all changes.
         allowed, held_back, bias_ids: pools of ids; bias_values: pool of float32, parallel to bias_ids.
         count_rows: int64 [slots], the row that counts the slot's output tokens; -1 for slots without penalties.
-        bad_words: pool of words, padded in front with -1 to the slot's longest; bad_word_width: int64 [slots], that
-            length.
+        bad_words: pool of the words' ids, word after word; bad_word_distances: parallel to it, how far each id is from
+            its word's last one.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class SamplingState:
         self.max_length = max_length
         self.device = torch.device(device)
         self.history = torch.zeros(slots, max_length, dtype=torch.int64, device=device)
-        self.lengths = numbers(torch.int64)
         self.prompt_lengths = numbers(torch.int64)
         self.seeds = numbers(torch.int64)
         self.temperatures = numbers(torch.float64)
@@ -83,7 +81,7 @@ class SamplingState:
         self.bias_ids = ListPool(slots, torch.int64, device)
         self.bias_values = ListPool(slots, torch.float32, device)
         self.bad_words = ListPool(slots, torch.int64, device)
-        self.bad_word_width = numbers(torch.int64)
+        self.bad_word_distances = ListPool(slots, torch.int64, device)
         self._always_edited = numbers(torch.bool)
         self.count_rows = numbers(torch.int64, -1)
         self._output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
@@ -99,6 +97,7 @@ class SamplingState:
         end_ids: Iterable[int] = (),
         bad_word_ids: Iterable[Sequence[int]] = (),
         output_ids: Sequence[int] = (),
+        checked: bool = False,
     ) -> None:
         """Give a sequence the slot.
 
@@ -110,12 +109,15 @@ class SamplingState:
             end_ids: ids that end a sequence; with ``params.stop_token_ids`` they are held back for ``min_tokens``.
             bad_word_ids: token sequences of ``params.bad_words``.
             output_ids: tokens it has already made, when it comes back after a preemption.
+            checked: ``params.check_vocabulary`` has passed with the same ids, and need not be repeated.
 
         Raises:
             ValueError: ids outside the vocabulary, or a sequence longer than ``max_length``.
         """
         bad_word_ids = [word for word in bad_word_ids if len(word)]
-        params.check_vocabulary(self.valid_vocab_size, bad_word_ids)
+        end_ids = tuple(end_ids)
+        if not checked:
+            params.check_vocabulary(self.valid_vocab_size, bad_word_ids, end_ids)
         tokens = torch.tensor([*prompt_ids, *output_ids], dtype=torch.int64)
         if len(tokens) > self.max_length:
             raise ValueError(f"the sequence has {len(tokens)} tokens, more than the limit of {self.max_length}")
@@ -124,7 +126,6 @@ class SamplingState:
         self.leave(slot)
 
         self.history[slot, : len(tokens)] = tokens.to(self.device)
-        self.lengths[slot] = len(tokens)
         self.prompt_lengths[slot] = len(prompt_ids)
         self.seeds[slot] = seed
         self.temperatures[slot] = params.temperature
@@ -135,7 +136,6 @@ class SamplingState:
         self.repetition[slot] = params.repetition_penalty
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
-        self.min_tokens[slot] = params.min_tokens
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.processed_logprobs[slot] = params.logprobs_mode == "processed"
 
@@ -143,6 +143,7 @@ class SamplingState:
             # An end id outside the vocabulary (some configurations say -1) can't be drawn anyway.
             ids = {token for token in (*end_ids, *params.stop_token_ids) if 0 <= token < self.valid_vocab_size}
             self.held_back.put(slot, torch.tensor(sorted(ids), dtype=torch.int64))
+            self.min_tokens[slot] = params.min_tokens if ids else 0
         if params.allowed_token_ids:
             self.allowed.put(slot, torch.tensor(params.allowed_token_ids, dtype=torch.int64))
         if params.logit_bias:
@@ -150,32 +151,31 @@ class SamplingState:
             self.bias_ids.put(slot, torch.tensor(list(bias.keys()), dtype=torch.int64))
             self.bias_values.put(slot, torch.tensor(list(bias.values()), dtype=torch.float32))
         if bad_word_ids:
-            width = max(map(len, bad_word_ids))
-            padded = [[-1] * (width - len(word)) + list(word) for word in bad_word_ids]
-            self.bad_words.put(slot, torch.tensor(padded, dtype=torch.int64).flatten())
-            self.bad_word_width[slot] = width
+            distances = [distance for word in bad_word_ids for distance in reversed(range(len(word)))]
+            self.bad_words.put(slot, torch.tensor([token for word in bad_word_ids for token in word]))
+            self.bad_word_distances.put(slot, torch.tensor(distances))
         if params.uses_penalties:
             self._count(slot, tokens[len(prompt_ids) :].to(self.device))
         self._always_edited[slot] = bool(
             params.allowed_token_ids or params.logit_bias or bad_word_ids or params.uses_penalties
         )
 
-    def append(self, slots: Tensor, tokens: Tensor) -> None:
-        """Add one drawn token to each of ``slots``, all distinct; both int64 [rows].
+    def append(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Add a token drawn for each of ``slots``, all distinct, at the end of its sequence; all int64 [rows].
 
         A row without a token (-1, see ``Samples.status``) is left as it is.
         """
         drawn = tokens >= 0
         slots, tokens = slots[drawn], tokens[drawn]
-        self.history[slots, self.lengths[slots]] = tokens
-        self.lengths[slots] += 1
+        self.history[slots, positions[drawn]] = tokens
         rows = self.count_rows[slots]
         counted = rows >= 0
         self._output_counts[rows[counted], tokens[counted]] += 1
 
     def leave(self, slot: int) -> None:
         """Give the slot back."""
-        for pool in (self.allowed, self.held_back, self.bias_ids, self.bias_values, self.bad_words):
+        pools = (self.allowed, self.held_back, self.bias_ids, self.bias_values, self.bad_words, self.bad_word_distances)
+        for pool in pools:
             pool.drop(slot)
         self._always_edited[slot] = False
         self.min_tokens[slot] = 0
@@ -195,10 +195,10 @@ class SamplingState:
     # The two views of what came before a row. Whatever reads history goes through them, so that a row of a draft tree
     # can come to see the tokens of its own path as well.
 
-    def last_tokens(self, slots: Tensor, positions: Tensor, width: int) -> Tensor:
-        """The ``width`` tokens before each row's position, int64 [rows, width]; -1 before the first token."""
-        index = positions[:, None] + torch.arange(-width, 0, device=positions.device)
-        return self.history[slots[:, None], index.clamp(min=0)].where(index >= 0, -1)
+    def tokens_before(self, slots: Tensor, positions: Tensor, distances: Tensor) -> Tensor:
+        """The token that lies ``distances`` (1 or more) before each position; -1 before the first. All int64 [rows]."""
+        index = positions - distances
+        return self.history[slots, index.clamp(min=0)].where(index >= 0, -1)
 
     def seen_tokens(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All tokens before each row's position, end to end, repeated ones too. For slots with penalties.

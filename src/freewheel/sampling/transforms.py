@@ -28,13 +28,14 @@ def _keep_allowed(state: SamplingState, logits: Tensor, slots: Tensor) -> None:
 
 
 def _ban_bad_words(state: SamplingState, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
-    for row in (state.bad_words.lengths[slots] > 0).nonzero().flatten().tolist():
-        slot = slots[row : row + 1]
-        width = int(state.bad_word_width[slot])
-        words = state.bad_words.get(int(slot)).view(-1, width)
-        before = state.last_tokens(slot, positions[row : row + 1], width - 1)
-        complete = ((words[:, :-1] == before) | (words[:, :-1] < 0)).all(1)
-        logits[row, words[complete, -1]] = -torch.inf
+    rows, ids = state.bad_words.gather(slots)
+    _, distances = state.bad_word_distances.gather(slots)
+    last = distances == 0
+    differs = (state.tokens_before(slots[rows], positions[rows], distances) != ids) & ~last
+    # A word's last token is banned if no other one differs: the running count has not grown since the word before.
+    differing = differs.cumsum(0)[last]
+    banned = last.nonzero().flatten()[differing.diff(prepend=differing.new_zeros(1)) == 0]
+    logits[rows[banned], ids[banned]] = -torch.inf
 
 
 def _hold_back_ends(state: SamplingState, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
