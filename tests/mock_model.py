@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from freewheel.cache.pool import KVPool
-from freewheel.config import EngineConfig
+from freewheel.config import Draw, EngineConfig
 from freewheel.engine.engine import Engine
 from freewheel.ops.rows import RowBatch
 from freewheel.request import FinishReason, Request, StepOutput
@@ -79,6 +79,7 @@ def make_engine(
     budget: int = 32,
     caching: bool = True,
     seed: int | None = None,
+    draw: Draw = "two_level",
 ) -> tuple[Engine, MockDecoder]:
     """An engine over the mock decoder."""
     decoder = MockDecoder()
@@ -89,6 +90,7 @@ def make_engine(
         page_size=page_size,
         enable_prefix_caching=caching,
         seed=seed,
+        draw=draw,
     )
     pool = KVPool(storage, slots=slots, max_length=max_model_len)
     engine = Engine(decoder, pool, config, max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids={EOS})

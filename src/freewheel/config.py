@@ -19,7 +19,8 @@ class EngineConfig:
             third of the memory that is free.
         enable_prefix_caching: reuse the keys and values of beginnings that requests share.
         draw: how tokens are drawn; see :mod:`freewheel.sampling.draw`.
-        seed: makes requests without a seed of their own repeatable, in the order in which they are added.
+        seed: makes requests without a seed of their own repeatable, in the order in which they are added; a signed
+            64-bit integer. With ``draw="multinomial"`` there are no seeds, here or in requests.
 
     Raises:
         ValueError: naming the field.
@@ -47,8 +48,11 @@ class EngineConfig:
             )
         if self.draw not in ("two_level", "gumbel", "multinomial"):
             raise ValueError(f"draw must be 'two_level', 'gumbel' or 'multinomial', not {self.draw!r}")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise ValueError(f"seed must be an integer or None, not {self.seed!r}")
+        if self.seed is not None:
+            if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+                raise ValueError("seed must be a signed 64-bit integer or None")
+            if self.draw == "multinomial":
+                raise ValueError("seed must be None with draw='multinomial', which cannot be repeated")
 
 
 def _check_count(name: str, value: object) -> None:

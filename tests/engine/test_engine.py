@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from mock_model import EOS, VOCAB, Collected, collect, make_engine, make_request, run
 
+from freewheel.config import EngineConfig
 from freewheel.engine.engine import MAX_SCORED_ROWS, Engine
 from freewheel.request import FinishReason, Request
+from freewheel.sampling import SamplingParams
 
 FEATURES: list[dict[str, Any]] = [
     {},
@@ -200,6 +202,20 @@ class TestPrefixCache:
         run(engine, [make_request("a", list(range(29)), n=5, max_tokens=3, ignore_eos=True)])
         assert decoder.rows == 29 + 4 + 5 * 2
 
+    @pytest.mark.parametrize("caching", [True, False])
+    def test_cached_tokens_are_those_of_the_first_admission(self, caching: bool) -> None:
+        """A sequence that comes back after a preemption finds its own pages: these were computed for it."""
+        engine, _ = make_engine(slots=1, caching=caching, budget=8)
+        stem = list(range(8))
+        run(engine, [make_request("first", stem, max_tokens=1)])
+        engine.add(make_request("slow", [*stem, *range(20, 40)], priority=1, max_tokens=2, ignore_eos=True))
+        engine.step()
+        engine.step()
+        engine.add(make_request("urgent", [1], max_tokens=1))
+        collected = run(engine)
+        assert engine.preemptions == 1
+        assert collected["slow", 0].cached_tokens == (8 if caching else 0)
+
     def test_off_means_off(self) -> None:
         engine, decoder = make_engine(caching=False)
         for name in "ab":
@@ -235,6 +251,14 @@ class TestPromptLogprobs:
         prompt = [i % VOCAB for i in range(300)]
         run(engine, [make_request("a", prompt, max_tokens=1, prompt_logprobs=0)])
         assert max(len(batch.logit_rows) for batch in decoder.batches) <= MAX_SCORED_ROWS + 1
+
+    def test_rows_with_logits_are_bounded_over_all_sequences(self) -> None:
+        engine, decoder = make_engine(max_model_len=400, budget=400, pages=400, caching=False)
+        requests = [make_request(f"r{i}", [i] * 100, max_tokens=1, prompt_logprobs=0, seed=i) for i in range(6)]
+        requests.append(make_request("plain", [9] * 100, max_tokens=1, seed=9))
+        collected = run(engine, requests)
+        assert max(len(batch.logit_rows) for batch in decoder.batches) <= MAX_SCORED_ROWS + 7
+        assert all(len(collected[f"r{i}", 0].prompt_logprobs or ()) == 100 for i in range(6))
 
     def test_survives_a_preemption_in_mid_prompt(self) -> None:
         request = make_request("slow", list(range(30)), priority=1, prompt_logprobs=2, max_tokens=3, seed=1)
@@ -299,7 +323,14 @@ class TestRefusals:
             ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids"),
             ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
             ([1], {"logprobs": VOCAB + 1}, "logprobs"),
-            ([1], {"allowed_token_ids": [3], "bad": ((3,),)}, "bad_words"),
+            ([1], {"allowed_token_ids": [3], "bad": ((3,),)}, "allowed_token_ids leaves no token"),
+            (
+                [1],
+                {"allowed_token_ids": [3, EOS], "bad": ((3,),), "min_tokens": 1},
+                "allowed_token_ids leaves no token",
+            ),
+            ([1] * 60, {"min_tokens": 5}, r"min_tokens \(5\) exceeds the 4 tokens that the prompt leaves room for"),
+            ([10**5000], {}, "prompt_token_ids has id a very large integer"),
         ],
     )
     def test_at_once_and_by_name(self, prompt: list[int], params: dict[str, Any], message: str) -> None:
@@ -307,6 +338,32 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             engine.add(make_request("a", prompt, **params))
         assert_empty(engine)
+
+    def test_seeds_that_the_draw_would_drop(self) -> None:
+        engine, _ = make_engine(draw="multinomial")
+        with pytest.raises(ValueError, match="seed must be None: this engine draws by multinomial"):
+            engine.add(make_request("a", [1], seed=0))
+        run(engine, [make_request("a", [1])])
+        with pytest.raises(ValueError, match="seed must be None with draw='multinomial'"):
+            EngineConfig(draw="multinomial", seed=1)
+
+    @pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, True, 1.0])
+    def test_a_seed_that_is_no_key(self, seed: Any) -> None:
+        with pytest.raises(ValueError, match="seed must be a signed 64-bit integer"):
+            EngineConfig(seed=seed)
+
+    def test_checks_are_not_repeated_for_choices_and_preemptions(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = []
+        check = SamplingParams.check_vocabulary
+        monkeypatch.setattr(SamplingParams, "check_vocabulary", lambda *args: calls.append(check(*args)))
+        engine, _ = make_engine(slots=4, pages=24, budget=16)
+        run(engine, [make_request(f"r{i}", [i] * 20, n=3, max_tokens=30, ignore_eos=True) for i in range(4)])
+        assert engine.preemptions > 0
+        assert len(calls) == 4
+        request = make_request("again", [1])
+        engine.validate(request)
+        engine.add(request, checked=True)
+        assert len(calls) == 5
 
     def test_the_id_zero_is_a_prompt(self) -> None:
         assert run(make_engine()[0], [make_request("a", [0])])["a", 0].tokens
@@ -354,8 +411,8 @@ class TestErrors:
 
     def test_masks_that_leave_nothing_are_that_requests_error(self) -> None:
         engine, _ = make_engine()
-        params = {"allowed_token_ids": [EOS], "min_tokens": 1}
-        collected = run(engine, [make_request("none", [1], **params), make_request("fine", [1])])
+        none = make_request("none", [1], allowed_token_ids=[3], bad=((1, 3),))
+        collected = run(engine, [none, make_request("fine", [1])])
         assert collected["none", 0].finish_reason is FinishReason.ERROR
         assert collected["fine", 0].finish_reason is not FinishReason.ERROR
 
@@ -379,6 +436,36 @@ class TestErrors:
             (name, index) for name in "abc" for index in range(2)
         }
         assert_empty(engine)
+
+    def test_a_step_that_raised_after_the_draw_changes_nothing_for_the_others(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        features = [{"frequency_penalty": 1.0}, {"repetition_penalty": 1.3}, {"bad": ((3,), (4, 5))}]
+        requests = [
+            make_request(f"r{i}", [i, 1], seed=i, max_tokens=20, ignore_eos=True, **more)
+            for i, more in enumerate(features)
+        ]
+        expected = alone(requests)
+        engine, _ = make_engine()
+        for request in requests:
+            engine.add(request)
+        collected: dict[tuple[str, int], Collected] = {}
+        for _ in range(5):
+            collect(engine.step(), collected)
+
+        def fail(*arguments: object) -> None:
+            raise RuntimeError("out of memory")
+
+        engine.add(make_request("scored", [8, 9], prompt_logprobs=0))
+        with monkeypatch.context() as patched:
+            patched.setattr("freewheel.engine.runner.prompt_logprobs", fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine.step()
+        engine.abort("scored")
+        while engine.has_unfinished:
+            collect(engine.step(), collected)
+        del collected["scored", 0]
+        assert results(collected) == expected
 
 
 class TestAbort:

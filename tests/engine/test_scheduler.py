@@ -1,6 +1,7 @@
 """The scheduler as a pure function, and over whole random lives of simulated sequences."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,11 +15,11 @@ SIZE = 4
 def entry(key: int, length: int, computed: int = 0, *, priority: int = 0, held: bool = True, **more: int) -> Entry:
     """A sequence that holds exactly the pages it needs, or a waiting one that holds none."""
     pages = pages_for(length if length - computed > 1 else computed, SIZE) if held else 0
-    return Entry(key, (priority, key), length, computed, pages, **more)
+    return Entry(key, (priority, key), length, computed, pages, **{"private": pages, **more})  # type: ignore[arg-type]
 
 
-def capacity(rows: int = 16, slots: int = 4, pages: int = 100) -> Capacity:
-    return Capacity(rows, slots, pages, SIZE)
+def capacity(rows: int = 16, slots: int = 4, pages: int = 100, scored_rows: int = 8) -> Capacity:
+    return Capacity(rows, slots, pages, SIZE, scored_rows)
 
 
 def test_nothing_to_do() -> None:
@@ -40,8 +41,16 @@ def test_an_urgent_newcomer_gets_rows_before_a_long_prefill() -> None:
     assert plan([entry(0, 100, 5)], waiting, capacity(rows=8)).rows == [(9, 3), (0, 5)]
 
 
-def test_a_sequence_may_limit_its_own_rows() -> None:
-    assert plan([], [entry(0, 50, held=False, max_rows=3)], capacity()).rows == [(0, 3)]
+def test_scored_rows_are_bounded_over_the_whole_step() -> None:
+    running = [entry(0, 6, 0, scoring=True), entry(1, 30, 20, scoring=True), entry(2, 30, 20, scoring=True)]
+    waiting = [entry(3, 9, held=False)]
+    assert plan(running, waiting, capacity(rows=40)).rows == [(0, 6), (1, 2), (3, 9)]
+    assert plan([], [entry(0, 50, held=False, scoring=True)], capacity(rows=40)).rows == [(0, 8)]
+
+
+def test_a_waiting_sequence_for_which_no_scored_row_is_left_is_not_overtaken() -> None:
+    waiting = [entry(key, 8, held=False, scoring=key < 2) for key in range(3)]
+    assert plan([], waiting, capacity(rows=40)).rows == [(0, 8)]
 
 
 def test_admission_leaves_a_page_for_each_sequence_that_runs() -> None:
@@ -93,25 +102,48 @@ def test_no_preemption_that_would_not_suffice() -> None:
     assert outcome == Plan(rows=[(0, 1), (1, 1)])
 
 
+def test_no_preemption_for_pages_that_others_share() -> None:
+    running = [entry(0, 6, 5), entry(1, 6, 5, priority=1, private=0)]
+    assert plan(running, [entry(2, 8, held=False)], capacity(pages=2)).preempt is None
+    assert plan([running[0], running[1]._replace(private=1)], [entry(2, 8, held=False)], capacity(pages=2)).preempt == 1
+
+
+def test_no_preemption_for_pages_that_the_newcomer_would_take_over_from_it() -> None:
+    running = [entry(0, 6, 5), entry(1, 6, 5, priority=1)]
+    newcomer = Entry(2, (0, 2), 12, 8, pages=2, private=2)
+    assert plan(running, [newcomer], capacity(pages=1)).preempt is None
+    assert plan(running, [newcomer._replace(private=0)], capacity(pages=1)).preempt == 1
+
+
 @dataclass
 class Life:
-    """A simulated sequence: a prompt, then outputs up to a final length."""
+    """A simulated sequence: a prompt, then outputs up to a final length. Pages are shared along a stem."""
 
     key: int
     priority: int
     length: int
     final: int
+    stem: int
+    shared: int
     computed: int = 0
     pages: int = 0
     running: bool = False
-    waited: int = 0
 
     @property
     def rank(self) -> tuple[int, int]:
         return (self.priority, self.key)
 
-    def entry(self) -> Entry:
-        return Entry(self.key, self.rank, self.length, self.computed, self.pages)
+    def table(self) -> list[tuple[int, int]]:
+        """Names of its pages: those of the stem are everybody's who has it."""
+        return [(self.stem if index < self.shared else 100 + self.key, index) for index in range(self.pages)]
+
+    def entry(self, holders: Counter[tuple[int, int]]) -> Entry:
+        table = self.table()
+        if not self.running:
+            table = [(self.stem, index) for index in range(self.shared) if holders[self.stem, index]]
+        computed = self.computed if self.running else len(table) * SIZE
+        private = sum(holders[page] == 1 for page in table)
+        return Entry(self.key, self.rank, self.length, computed, len(table), private)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -130,15 +162,20 @@ def test_random_lives(seed: int) -> None:
         if arrivals and rng.random() < 0.3:
             prompt = rng.randint(1, longest - 1)
             key = 40 - arrivals
-            lives[key] = Life(key, rng.randrange(levels), prompt, rng.randint(prompt + 1, longest))
+            shared = rng.randint(0, (prompt - 1) // SIZE)
+            final = rng.randint(prompt + 1, longest)
+            lives[key] = Life(key, rng.randrange(levels), prompt, final, rng.randrange(2), shared)
             arrivals -= 1
+        claimed = None
         while True:
             running = [life for life in lives.values() if life.running]
             waiting = sorted((life for life in lives.values() if not life.running), key=lambda life: life.rank)
-            free = num_pages - sum(life.pages for life in running)
-            room = Capacity(budget, slots - len(running), free, SIZE)
-            outcome = plan([life.entry() for life in running], (life.entry() for life in waiting), room)
+            holders = Counter(page for life in running for page in life.table())
+            free = num_pages - len(holders)
+            room = Capacity(budget, slots - len(running), free, SIZE, budget)
+            outcome = plan([life.entry(holders) for life in running], (life.entry(holders) for life in waiting), room)
             if outcome.preempt is None:
+                assert not claimed or claimed in {key for key, _ in outcome.rows}, "preempted in vain"
                 break
             victim = lives[outcome.preempt]
             assert victim.running
@@ -146,6 +183,8 @@ def test_random_lives(seed: int) -> None:
             urgent = bool(waiting) and waiting[0].priority < victim.priority
             short = free < sum(pages_for(life.length, SIZE) > life.pages for life in running)
             assert urgent or short, "preempted without need"
+            if not short:
+                claimed = waiting[0].key
             victim.running, victim.computed, victim.pages = False, 0, 0
 
         assert sum(count for _, count in outcome.rows) <= budget
@@ -168,6 +207,7 @@ def test_random_lives(seed: int) -> None:
         for key, count in outcome.rows:
             life = lives[key]
             if not life.running:
+                life.computed = life.entry(holders).computed
                 life.running, life.pages = True, pages_for(life.length, SIZE)
             life.computed += count
             life.pages = max(life.pages, pages_for(life.computed, SIZE))
@@ -176,7 +216,7 @@ def test_random_lives(seed: int) -> None:
                 if life.length > life.final:
                     del lives[key]
         assert sum(life.running for life in lives.values()) <= slots
-        assert sum(life.pages for life in lives.values()) <= num_pages
+        assert len({page for life in lives.values() for page in life.table()}) <= num_pages
         steps += 1
         assert steps < 20_000, "somebody starves"
 

@@ -10,12 +10,13 @@ from freewheel.cache.pool import KVPool
 from freewheel.cache.radix import Node, PrefixCache
 from freewheel.config import EngineConfig
 from freewheel.engine.runner import Decoder, Runner, Span, StepResult
-from freewheel.engine.scheduler import UNLIMITED, Capacity, Entry, pages_for, plan
+from freewheel.engine.scheduler import Capacity, Entry, pages_for, plan
 from freewheel.engine.stopping import cut, max_length, stop_ids
 from freewheel.request import FinishReason, Request, Sequence, StepOutput, TokenLogprobs
 from freewheel.sampling import Sampler, SamplingState, Status, choice_seed, random_seed
+from freewheel.sampling.params import shown
 
-# Scoring a prompt needs a row of logits for every token: [rows, vocab_size] must stay small.
+# Scoring a prompt needs a row of logits for every token: a step's [rows, vocab_size] must stay small.
 MAX_SCORED_ROWS = 128
 
 _rank = attrgetter("rank")
@@ -98,7 +99,7 @@ class Engine:
         return len(self._waiting)
 
     def validate(self, request: Request) -> None:
-        """Check a request against model and cache. Safe to call from any thread.
+        """Check a request against model, cache and configuration. Safe to call from any thread.
 
         Raises:
             ValueError: naming what is wrong. Nothing that passes can fail later for what it asks.
@@ -109,7 +110,7 @@ class Engine:
             raise ValueError("prompt is empty: at least one token is needed")
         if max(prompt) >= valid or min(prompt) < 0:
             bad = next(token for token in prompt if not 0 <= token < valid)
-            raise ValueError(f"prompt_token_ids has id {bad}, but the vocabulary has only {valid} tokens")
+            raise ValueError(f"prompt_token_ids has id {shown(bad)}, but the vocabulary has only {valid} tokens")
         room = self.max_model_len - len(prompt)
         if room < 0:
             raise ValueError(f"prompt has {len(prompt)} tokens, the longest sequence is {self.max_model_len}")
@@ -118,17 +119,28 @@ class Engine:
                 f"prompt has {len(prompt)} tokens and leaves no room for output: the longest sequence is "
                 f"{self.max_model_len} (max_tokens=0 only scores the prompt)"
             )
-        params.check_vocabulary(valid, request.bad_word_ids)
+        if params.min_tokens > room:
+            raise ValueError(
+                f"min_tokens ({params.min_tokens}) exceeds the {room} tokens that the prompt leaves room for"
+            )
+        if params.seed is not None and self.config.draw == "multinomial":
+            raise ValueError("seed must be None: this engine draws by multinomial, which cannot be repeated")
+        params.check_vocabulary(valid, request.bad_word_ids, stop_ids(params, self._eos_token_ids))
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, checked: bool = False) -> None:
         """Queue a request.
+
+        Args:
+            request: its ``request_id`` differs from those of all unfinished requests.
+            checked: :meth:`validate` has passed, and need not be repeated.
 
         Raises:
             ValueError: see :meth:`validate`, or its ``request_id`` is in use.
         """
         if request.request_id in self._requests:
-            raise ValueError(f"request_id {request.request_id!r} is in use")
-        self.validate(request)
+            raise ValueError(f"request_id {shown(request.request_id)} is in use")
+        if not checked:
+            self.validate(request)
         params = request.params
         seed = params.seed
         if seed is None:
@@ -207,9 +219,13 @@ class Engine:
         """Plan the step, and do to queues, slots and pages what the plan says."""
         while True:
             offers: dict[int, _Offer] = {}
-            running = [_entry(sequence) for sequence in self._running.values()]
+            running = [self._entry(sequence) for sequence in self._running.values()]
             capacity = Capacity(
-                self.config.max_num_batched_tokens, len(self._slots), self._cache.available, self._pool.page_size
+                self.config.max_num_batched_tokens,
+                len(self._slots),
+                self._cache.available,
+                self._pool.page_size,
+                MAX_SCORED_ROWS,
             )
             outcome = plan(running, self._candidates(offers), capacity)
             if outcome.preempt is None:
@@ -238,9 +254,26 @@ class Engine:
             if not self._slots and sequence.rank[0] >= lowest:
                 return  # without a look: no slot is free, nor can one be taken
             offer = offers[sequence.key] = self._offer(sequence)
-            idle = sum(map(self._cache.pages.is_idle, offer.pages))
             pages = len(offer.pages)
-            yield _entry(sequence)._replace(computed=pages * size, pages=pages, idle=idle)
+            private, idle = self._count_private(offer.pages), sum(map(self._cache.pages.is_idle, offer.pages))
+            yield self._entry(sequence)._replace(computed=pages * size, pages=pages, private=private, idle=idle)
+
+    def _entry(self, sequence: Sequence) -> Entry:
+        return Entry(
+            sequence.key,
+            sequence.rank,
+            len(sequence.tokens),
+            sequence.computed,
+            len(sequence.pages),
+            self._count_private(sequence.pages),
+            scoring=sequence.scoring,
+        )
+
+    def _count_private(self, pages: list[int]) -> int:
+        """Pages that have one holder: neighbours, as who holds a page holds those before it."""
+        references = self._cache.pages.references
+        first, behind = (bisect_left(pages, bound, key=lambda page: -references[page]) for bound in (-1, 0))
+        return behind - first
 
     def _offer(self, sequence: Sequence) -> "_Offer":
         """Pages that already hold a sequence's beginning."""
@@ -274,6 +307,7 @@ class Engine:
             end_ids=sequence.stop_ids,
             bad_word_ids=sequence.request.bad_word_ids,
             output_ids=sequence.output_ids,
+            checked=True,
         )
 
     def _secure(self, sequence: Sequence, tokens: int) -> list[int]:
@@ -397,12 +431,6 @@ class _Offer(NamedTuple):
     sequence: Sequence
     node: Node
     pages: list[int]
-
-
-def _entry(sequence: Sequence) -> Entry:
-    max_rows = MAX_SCORED_ROWS if sequence.scoring else UNLIMITED
-    length, pages = len(sequence.tokens), len(sequence.pages)
-    return Entry(sequence.key, sequence.rank, length, sequence.computed, pages, max_rows=max_rows)
 
 
 def _span(sequence: Sequence, count: int) -> Span:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from freewheel.request import Request
 from freewheel.sampling import SamplingParams
+from freewheel.sampling.params import check_text, shown
 
 if TYPE_CHECKING:
     from freewheel.models.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ def make_request(
     elif not isinstance(params, SamplingParams):
         raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
     if isinstance(priority, bool) or not isinstance(priority, Integral):
-        raise ValueError(f"priority must be an integer, not {priority!r}")
+        raise ValueError(f"priority must be an integer, not {shown(priority)}")
     text, ids = _read_prompt(tokenizer, prompt)
     bad_words = tuple(tuple(word) for word in tokenizer.bad_word_ids(params.bad_words)) if params.bad_words else ()
     return Request(request_id, ids, params, bad_words, int(priority)), text
@@ -50,18 +51,23 @@ def make_request(
 
 def _read_prompt(tokenizer: "Tokenizer", prompt: Any) -> tuple[str | None, tuple[int, ...]]:
     if isinstance(prompt, str):
+        check_text("prompt", prompt)
         return prompt, tuple(tokenizer.encode(prompt))
     text, name = None, "prompt"
     if isinstance(prompt, Mapping):
         unknown = prompt.keys() - TokensPrompt.__annotations__.keys()
-        if unknown or "prompt_token_ids" not in prompt:
-            raise ValueError(f"prompt must have prompt_token_ids, and at most prompt beside it, not {sorted(prompt)}")
+        if unknown:
+            raise ValueError(f"prompt may have prompt_token_ids and prompt, not {shown(unknown.pop())}")
+        if "prompt_token_ids" not in prompt:
+            raise ValueError("prompt is a mapping and has no prompt_token_ids")
         text, prompt, name = prompt.get("prompt"), prompt["prompt_token_ids"], "prompt_token_ids"
-        if text is not None and not isinstance(text, str):
-            raise ValueError(f"prompt must be text where prompt_token_ids are given, not {type(text).__name__}")
+        if text is not None:
+            if not isinstance(text, str):
+                raise ValueError(f"prompt must be text where prompt_token_ids are given, not {type(text).__name__}")
+            check_text("prompt", text)
     if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
         raise ValueError(f"{name} must be text or a list of token ids, not {type(prompt).__name__}")
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, Integral):
-            raise ValueError(f"{name} must hold token ids, not {token!r}")
+            raise ValueError(f"{name} must hold token ids, not {shown(token)}")
     return text, tuple(int(token) for token in prompt)

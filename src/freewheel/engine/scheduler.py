@@ -6,6 +6,7 @@ Sequences are ranked by priority (smaller is more urgent), then by arrival. The 
 - What is left of the token budget goes to prefill by rank, running and waiting sequences alike, in chunks.
 - A waiting sequence is admitted when all its known tokens fit and one page remains for each sequence that runs, so that
   it does not push out, or get pushed out, in the next steps. Nobody overtakes a waiting sequence of better rank.
+- Rows whose logits score the prompt have a budget of their own.
 - Preemption happens only for want of a page or a slot, takes the worst rank first, and never for a sequence of worse
   rank. A waiting sequence preempts strictly lower priorities only, and only if that suffices. A sequence that finds no
   page and nobody behind it keeps its own and sits the step out.
@@ -23,8 +24,6 @@ from typing import NamedTuple
 Rank = tuple[int, int]
 """(priority, arrival): sorts the most deserving first; unique."""
 
-UNLIMITED = 1 << 30
-
 
 class Entry(NamedTuple):
     """A sequence as the scheduler sees it.
@@ -36,8 +35,9 @@ class Entry(NamedTuple):
         computed: tokens whose keys and values are cached, fewer than ``length``; of a waiting sequence, those that the
             prefix cache offers.
         pages: pages held, or offered.
+        private: those of the pages that have exactly one holder, so that they become idle when it is preempted.
         idle: of a waiting sequence: offered pages that nobody holds, which admission therefore makes unavailable.
-        max_rows: the most rows it may have in a step.
+        scoring: whether its rows in prefill have logits that are wanted.
     """
 
     key: int
@@ -45,17 +45,19 @@ class Entry(NamedTuple):
     length: int
     computed: int
     pages: int
+    private: int = 0
     idle: int = 0
-    max_rows: int = UNLIMITED
+    scoring: bool = False
 
 
 class Capacity(NamedTuple):
-    """What a step may use: rows, free slots, available pages (free or evictable), and tokens in a page."""
+    """What a step may use: rows, free slots, available pages (free or evictable), tokens in a page, scored rows."""
 
     rows: int
     slots: int
     pages: int
     page_size: int
+    scored_rows: int
 
 
 @dataclass
@@ -82,7 +84,7 @@ def plan(running: Sequence[Entry], waiting: Iterable[Entry], capacity: Capacity)
         waiting: the others, by rank. Read one by one, and no further than they can be admitted.
         capacity: what is left for them.
     """
-    rows_left, slots, pages, page_size = capacity
+    rows_left, slots, pages, page_size, scored_left = capacity
     result = Plan()
     decoding = sorted((entry for entry in running if entry.length - entry.computed == 1), key=_by_rank)
     prefilling = sorted((entry for entry in running if entry.length - entry.computed > 1), key=_by_rank)
@@ -115,14 +117,18 @@ def plan(running: Sequence[Entry], waiting: Iterable[Entry], capacity: Capacity)
     for entry in merge(prefilling, candidates(), key=_by_rank):
         if rows_left == 0:
             break
-        count = min(entry.length - entry.computed, entry.max_rows, rows_left)
+        count = min(entry.length - entry.computed, rows_left, scored_left if entry.scoring else rows_left)
+        if count == 0:  # a waiting one is not overtaken
+            stalled = stalled or entry.key not in holders
+            continue
         if entry.key not in holders:
             missing = pages_for(entry.length, page_size) - entry.pages + entry.idle
             headroom = len(running) + admitted
             if slots == 0 or missing + headroom > pages:
                 if worst and worst.rank[0] > entry.rank[0]:
                     lower = [other for other in running if other.rank[0] > entry.rank[0]]
-                    attainable = pages + sum(other.pages for other in lower)
+                    # At least so many. What is offered may become idle with its holder, and is then taken again.
+                    attainable = pages + sum(other.private for other in lower) - entry.private
                     if missing + headroom - len(lower) <= attainable:
                         return Plan(preempt=worst.key)
                 stalled = True
@@ -131,6 +137,8 @@ def plan(running: Sequence[Entry], waiting: Iterable[Entry], capacity: Capacity)
             slots -= 1
             admitted += 1
         rows_left -= count
+        if entry.scoring:
+            scored_left -= count
         result.rows.append((entry.key, count))
     return result
 
