@@ -156,6 +156,82 @@ async def test_refusals_reach_the_caller_and_nobody_else() -> None:
 
 
 @asynchronous
+async def test_a_request_is_prepared_off_the_loop() -> None:
+    engine, _ = make_engine()
+    threads = []
+
+    class Watched(BytesTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            threads.append(threading.get_ident())
+            return super().encode(text, add_special_tokens)
+
+        @property
+        def leading_spaces(self) -> int:  # type: ignore[override]
+            threads.append(threading.get_ident())
+            return 0
+
+    validate = engine.validate
+    engine.validate = lambda request: threads.append(threading.get_ident()) or validate(request)  # type: ignore[method-assign]
+    watched: Any = Watched()
+    async with AsyncEngine(engine, watched) as running:
+        await read(running, "ab", SamplingParams())
+        assert len(threads) == 3  # tokenised, checked, and made ready for its text
+        assert threading.get_ident() not in threads
+
+
+@asynchronous
+async def test_a_name_in_use_is_refused_and_automatic_names_are_nobodys() -> None:
+    engine, decoder = make_engine(max_model_len=400, pages=400, slots=16)
+    decoder.before = lambda batch: threading.Event().wait(0.002)
+    async with AsyncEngine(engine, TOKENIZER) as running:
+        mine = [asyncio.create_task(read(running, "ab", LONG, request_id=str(i))) for i in range(8)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(ValueError, match="request_id '3' is in use"):
+            await read(running, "ab", LONG, request_id="3")
+        short = SamplingParams(max_tokens=1)
+        outputs = await asyncio.gather(*(read(running, "ab", short) for _ in range(8)))
+        assert len({output.request_id for output in outputs}) == 8
+        for i in range(8):
+            running.abort(str(i))
+        assert {output.outputs[0].finish_reason for output in await asyncio.gather(*mine)} == {"abort"}
+        await settle(engine)
+
+
+@asynchronous
+async def test_it_is_entered_once() -> None:
+    engine, decoder = make_engine()
+
+    def fail(batch: Any) -> None:
+        raise RuntimeError("device lost")
+
+    decoder.before = fail
+    running = AsyncEngine(engine, TOKENIZER)
+    async with running:
+        assert (await read(running, "ab", LONG)).outputs[0].finish_reason == "error"
+    with pytest.raises(RuntimeError, match="entered only once"):
+        await running.__aenter__()
+    with pytest.raises(EngineDeadError, match="device lost"):
+        await read(running, "ab", LONG)
+
+
+@asynchronous
+async def test_stop_strings_end_each_choice_where_it_alone_would_end() -> None:
+    engine, _ = make_engine()
+    params = {"max_tokens": 30, "ignore_eos": True, "seed": 1, "n": 4, "logprobs": 1}
+    async with AsyncEngine(engine, TOKENIZER) as running:
+        free = await read(running, "ab", SamplingParams(**params))
+        stops = [choice.text[5:7] for choice in free.outputs[:3]]
+        output = await read(running, "ab", SamplingParams(**params, stop=stops))
+        for got, whole in zip(output.outputs, free.outputs):
+            found = [whole.text.find(stop) for stop in stops if stop in whole.text]
+            assert got.text == whole.text[: min(found, default=None)]
+            assert (got.stop_reason in stops) == bool(found)
+            assert whole.logprobs is not None
+            assert got.logprobs == whole.logprobs[: len(got.token_ids)]
+        await settle(engine)
+
+
+@asynchronous
 async def test_200_rounds_of_readers_that_vanish_leave_nothing_in_use() -> None:
     rng = random.Random(0)
     engine, _ = make_engine(slots=4, pages=24, max_model_len=48, budget=16)

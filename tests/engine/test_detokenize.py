@@ -81,6 +81,18 @@ class TestDetokenizer:
         ids = byte_ids("x😀y")
         assert stream(Detokenizer(llama, prompt_ids=ids[:3]), ids[3:]) == ["", "😀", "y", ""]
 
+    @pytest.mark.parametrize(("output", "text"), [("", ""), ("y", "y"), ("你", "你"), ("😀", "😀")])
+    def test_one_that_is_not_completed_is_the_prompts(self, llama: Tokenizer, output: str, text: str) -> None:
+        prompt = byte_ids("x😀")[:3]
+        assert "".join(stream(Detokenizer(llama, prompt_ids=prompt), byte_ids(output))) == text
+        assert llama.decode(prompt) + text == llama.decode(prompt + byte_ids(output))
+
+    def test_copies_go_on_from_the_same_place_each_on_its_own(self, llama: Tokenizer) -> None:
+        ids = byte_ids("x😀y")
+        first = Detokenizer(llama, prompt_ids=ids[:3])
+        second = first.copy()
+        assert stream(first, ids[3:]) == stream(second, ids[3:]) == ["", "😀", "y", ""]
+
     def test_the_first_space_goes_unless_the_text_continues_a_prompt(self, llama: Tokenizer) -> None:
         fox = llama.encode(" fox", add_special_tokens=False)
         word = llama.encode("fox", add_special_tokens=False)
@@ -196,6 +208,36 @@ class TestStopStrings:
         assert matcher.flush() == "a"
         assert matcher.flush() == ""
         assert matcher.push("b") == ("b", None)
+
+    def test_copies_share_what_is_built_and_find_their_own(self) -> None:
+        first = StopStrings(["abc"])
+        second = first.copy()
+        assert second._children is first._children
+        assert [first.push("ab"), second.push("x"), first.push("c"), second.push("c")] == [
+            ("", None),
+            ("x", None),
+            ("", "abc"),
+            ("c", None),
+        ]
+
+    @given(chunks=st.lists(letters, max_size=20), stops=st.lists(letters.filter(len), max_size=5))
+    def test_those_that_are_complete_too_early_are_ignored(self, chunks: list[str], stops: list[str]) -> None:
+        matcher, sent, early = StopStrings(stops), "", len(chunks) // 2
+        for number, chunk in enumerate(chunks):
+            emit, stop = matcher.push(chunk, ignore=number < early)
+            sent += emit
+            if stop is not None:
+                break
+        else:
+            sent, stop = sent + matcher.flush(), None
+        text, seen = "".join(chunks), len("".join(chunks[:early]))
+        ends = [
+            (text.find(s, max(0, seen - len(s) + 1)) + len(s), -len(s), s)
+            for s in stops
+            if s in text[max(0, seen - len(s) + 1) :]
+        ]
+        end, length, expected = min(ends, default=(len(text), 0, None))
+        assert (sent, stop) == (text[: end + length], expected)
 
     def test_an_empty_stop_is_refused(self) -> None:
         with pytest.raises(ValueError, match="stop"):

@@ -42,6 +42,26 @@ def test_an_output_does_not_change_afterwards() -> None:
     reply.add(StepOutput("a", 0, token_ids=[2]))
     assert early is not None
     assert early.outputs[0].token_ids == [1]
+    assert early.metrics.output_tokens == 1
+
+
+def test_what_all_choices_have_in_common_is_read_and_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    token_bytes = BytesTokenizer.token_bytes
+    monkeypatch.setattr(BytesTokenizer, "token_bytes", lambda self, id: reads.append(id) or token_bytes(self, id))
+    make_reply(n=1)
+    alone = len(reads)
+    reply = make_reply(n=100, stop=["x" * 1000] * 16)
+    assert len(reads) == 2 * alone > 0
+    assert len({id(choice._stops._children) for choice in reply._choices}) == 1
+
+
+def test_a_prompt_that_ends_within_a_character_has_no_text_of_its_own() -> None:
+    reply = Reply(Request("a", tuple(TOKENIZER.encode("a€")[:2]), SamplingParams(max_tokens=0)), None, TOKENIZER)
+    reply.add(StepOutput("a", 0, finish_reason=FinishReason.LENGTH))
+    output = reply.take()
+    assert output is not None
+    assert output.outputs[0].text == ""
 
 
 def test_log_probabilities_by_id_in_order() -> None:
@@ -116,6 +136,12 @@ def test_bad_words_become_ids() -> None:
         ({"prompt_token_ids": "ab"}, None, 0, "prompt_token_ids must hold token ids"),
         ({"prompt_token_ids": 3}, None, 0, "prompt_token_ids must be"),
         ({"prompt_token_ids": [1], "image": 1}, None, 0, "image"),
+        ({"prompt_token_ids": [1], 3: 1, "image": 1, (1, "x" * 9999): 1}, None, 0, "prompt may have prompt_token_ids"),
+        ([[1] * 99_999], None, 0, "prompt must hold token ids, not a list"),
+        ([1, "x" * 99_999], None, 0, "prompt must hold token ids, not 'x"),
+        ("a\ud800b", None, 0, "prompt has a lone surrogate at character 1"),
+        ({"prompt_token_ids": [1], "prompt": "\udc00"}, None, 0, "prompt has a lone surrogate at character 0"),
+        ("ab", None, "x" * 99_999, "priority must be an integer, not 'x"),
         ({"prompt_token_ids": [1], "prompt": 1}, None, 0, "prompt must be text"),
         ("ab", {"n": 1}, 0, "sampling_params must be SamplingParams, not dict"),
         ("ab", None, 1.5, "priority must be an integer"),
@@ -123,5 +149,6 @@ def test_bad_words_become_ids() -> None:
     ],
 )
 def test_a_wrong_request_is_named(prompt: Any, params: Any, priority: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         make_request(TOKENIZER, "a", prompt, params, priority)
+    assert len(str(raised.value)) < 200

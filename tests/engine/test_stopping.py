@@ -7,7 +7,7 @@ from bytes_tokenizer import END, BytesTokenizer
 
 from freewheel.engine.outputs import CompletionOutput, Reply
 from freewheel.engine.stopping import cut, max_length, stop_ids
-from freewheel.request import FinishReason, Request, StepOutput
+from freewheel.request import FinishReason, Request, StepOutput, TokenLogprobs
 from freewheel.sampling import SamplingParams
 
 TOKENIZER: Any = BytesTokenizer()
@@ -71,6 +71,45 @@ def test_held_back_text_comes_at_the_end() -> None:
 def test_min_tokens_holds_for_stop_strings_too() -> None:
     tokens = TOKENIZER.encode("aaaa")
     assert len(deliver(tokens, 1, stop="a", min_tokens=3, max_tokens=4).token_ids) == 3
+
+
+@pytest.mark.parametrize("run", [1, 2, 6])
+@pytest.mark.parametrize(
+    ("min_tokens", "text", "stop"),
+    [(0, "a", "bc"), (3, "a", "bc"), (4, "abcb", "dbc"), (6, "abcb", "dbc"), (7, "abcb", "dbc")],
+)
+def test_a_stop_string_counts_when_it_is_complete_at_min_tokens_or_later(
+    run: int, min_tokens: int, text: str, stop: str
+) -> None:
+    got = deliver(TOKENIZER.encode("abcbdbc"), run, stop=["bc", "dbc"], min_tokens=min_tokens, max_tokens=7)
+    assert (got.text, got.stop_reason) == (text, stop)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_id_that_completes_a_stop_string_is_a_stop_id(include: bool) -> None:
+    tokens = TOKENIZER.encode("ab!")
+    got = deliver(tokens, 1, stop_token_ids=[tokens[-1]], stop="b!", include_stop_str_in_output=include)
+    assert (got.text, got.stop_reason) == ("ab!" if include else "ab", tokens[-1])
+
+
+def test_log_probabilities_end_with_the_token_that_completes_the_stop_string() -> None:
+    reply = Reply(Request("a", (0,), SamplingParams(stop="cd", logprobs=0, n=2)), None, TOKENIZER)
+    tokens = TOKENIZER.encode("abcdef")
+    entries = [TokenLogprobs([token], [-1.0 - token], [1]) for token in tokens]
+    for start, run in ((0, 1), (1, 5)):
+        reply.add(StepOutput("a", 1, tokens[start : start + run], entries[start : start + run]))
+    output = reply.take()
+    assert output is not None
+    other, got = output.outputs
+    assert got.logprobs is not None
+    assert (got.text, got.token_ids, [list(entry) for entry in got.logprobs]) == (
+        "ab",
+        tokens[:4],
+        [[t] for t in tokens[:4]],
+    )
+    assert got.cumulative_logprob == sum(-1.0 - token for token in tokens[:4])
+    assert (other.token_ids, other.finish_reason) == ([], None)
+    assert output.metrics.output_tokens == 4
 
 
 def test_the_text_of_a_stop_id_is_left_out_or_kept() -> None:

@@ -11,12 +11,14 @@ from itertools import count
 from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
+from uuid import uuid4
 
 from freewheel.engine.engine import Engine
 from freewheel.engine.inputs import Prompt, make_request
 from freewheel.engine.outputs import Reply, RequestOutput
 from freewheel.request import Request, StepOutput
 from freewheel.sampling import SamplingParams
+from freewheel.sampling.params import shown
 
 if TYPE_CHECKING:
     from freewheel.models.tokenizer import Tokenizer
@@ -44,7 +46,7 @@ class EngineDeadError(RuntimeError):
 
 
 class AsyncEngine:
-    """Use it as ``async with AsyncEngine(engine, tokenizer) as engine``, from one event loop.
+    """Use it as ``async with AsyncEngine(engine, tokenizer) as engine``, once and from one event loop.
 
     Args:
         engine: not to be used by anyone else from here on.
@@ -59,11 +61,13 @@ class AsyncEngine:
         self._names: dict[str, str] = {}  # user's id -> engine's id
         self._ids = count()
         self._dead: str | None = "the engine was not started"
+        self._thread = threading.Thread(target=self._run, name="freewheel-engine", daemon=True)
 
     async def __aenter__(self) -> "AsyncEngine":
+        if self._thread.ident is not None:
+            raise RuntimeError("an AsyncEngine can be entered only once")
         self._loop = asyncio.get_running_loop()
         self._dead = None
-        self._thread = threading.Thread(target=self._run, name="freewheel-engine", daemon=True)
         self._thread.start()
         return self
 
@@ -90,7 +94,7 @@ class AsyncEngine:
         Args:
             prompt: text, token ids, or a mapping with ``prompt_token_ids``.
             sampling_params: None for the defaults.
-            request_id: a name for :meth:`abort`, unique among unfinished requests.
+            request_id: a name for :meth:`abort`, unique among unfinished requests; None takes a random one.
             priority: smaller is more urgent.
 
         Raises:
@@ -98,19 +102,16 @@ class AsyncEngine:
             EngineDeadError: the engine takes no more requests. One that it had taken ends with the reason "error".
         """
         engine_id = str(next(self._ids))
-        name = engine_id if request_id is None else request_id
-        # In another thread, as tokenising a long prompt takes long.
-        request, text = await asyncio.to_thread(
-            make_request, self._tokenizer, engine_id, prompt, sampling_params, priority
-        )
-        self._engine.validate(request)
+        name = uuid4().hex if request_id is None else request_id
+        # In another thread, as a long prompt or list takes long.
+        reply = await asyncio.to_thread(self._prepare, engine_id, name, prompt, sampling_params, priority)
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         if name in self._names:
-            raise ValueError(f"request_id {name!r} is in use")
-        active = self._active[engine_id] = _Active(Reply(request, text, self._tokenizer, request_id=name))
+            raise ValueError(f"request_id {shown(name)} is in use")
+        active = self._active[engine_id] = _Active(reply)
         self._names[name] = engine_id
-        self._inbox.put(request)
+        self._inbox.put(reply.request)
         try:
             while not active.reply.finished:
                 await active.news.wait()
@@ -121,6 +122,13 @@ class AsyncEngine:
             if not active.reply.finished:
                 self._inbox.put(Abort(engine_id))
             del self._active[engine_id], self._names[name]
+
+    def _prepare(
+        self, engine_id: str, name: str, prompt: Prompt, params: SamplingParams | None, priority: int
+    ) -> Reply:
+        request, text = make_request(self._tokenizer, engine_id, prompt, params, priority)
+        self._engine.validate(request)
+        return Reply(request, text, self._tokenizer, request_id=name)
 
     def abort(self, request_id: str) -> None:
         """End a request; its iterator comes to its end with the reason "abort". Safe to call from any thread."""
@@ -165,7 +173,7 @@ class AsyncEngine:
         while not self._inbox.empty() or not self._engine.has_unfinished:
             match self._inbox.get():
                 case Request() as request:
-                    self._engine.add(request)
+                    self._engine.add(request, checked=True)
                 case Abort(request_id):
                     self._engine.abort(request_id)
                 case Finish(request_id, choice):

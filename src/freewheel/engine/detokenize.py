@@ -2,7 +2,8 @@
 
 import codecs
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from copy import copy
+from typing import TYPE_CHECKING, Self
 
 from freewheel.models.tokenizer import strip_spaces
 
@@ -18,7 +19,8 @@ class Detokenizer:
     Args:
         skip_special_tokens: leave out control tokens.
         prompt_ids: what the text continues. Then a space that begins the first token is kept, and a character that the
-            prompt left unfinished can be completed. Without it the text is decoded as one of its own.
+            prompt left unfinished can be completed; if it is not, its U+FFFD is the prompt's and not repeated. Without
+            it the text is decoded as one of its own.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class Detokenizer:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._leading_spaces = tokenizer.leading_spaces
+        self._unfinished = False  # the prompt's last character, until there is text
         tail: list[int] = []
         length = 0
         for id in reversed(prompt_ids):  # the last four bytes say all about an unfinished character
@@ -37,18 +40,28 @@ class Detokenizer:
                 break
         for id in reversed(tail):
             self.push(id)
+        self._unfinished = bool(self._decoder.getstate()[0])
+
+    def copy(self) -> Self:
+        """One for another text that goes on from the same place."""
+        other = copy(self)
+        other._decoder = copy(self._decoder)
+        return other
 
     def push(self, token_id: int) -> str:
         """Characters that ``token_id`` completes."""
         if token_id in self._skipped:
             return ""
-        return self._stripped(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return self._trimmed(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 
     def finish(self) -> str:
         """What is left at the end: U+FFFD if a character was left unfinished."""
-        return self._stripped(self._decoder.decode(b"", final=True))
+        return self._trimmed(self._decoder.decode(b"", final=True))
 
-    def _stripped(self, text: str) -> str:
+    def _trimmed(self, text: str) -> str:
+        if text and self._unfinished:
+            self._unfinished = False
+            text = text.removeprefix("\ufffd")
         if not self._leading_spaces or not text:
             return text
         stripped = strip_spaces(text, self._leading_spaces)
@@ -89,15 +102,22 @@ class StopStrings:
         self._node = 0
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """What can be sent, and the stop string once one is complete; nothing may be pushed after that."""
+    def copy(self) -> Self:
+        """One for another text that goes on from the same place. What is built from the stops is shared."""
+        return copy(self)
+
+    def push(self, text: str, *, ignore: bool = False) -> tuple[str, str | None]:
+        """What can be sent, and the stop string once one is complete; nothing may be pushed after that.
+
+        With ``ignore`` a stop that is complete within ``text`` is text like any other. One that it begins still counts.
+        """
         if len(self._children) == 1:
             return text, None
         held = self._held + text
         for end, character in enumerate(text, len(self._held) + 1):
             self._node = self._next(self._node, character)
             stop = self._stop[self._node]
-            if stop is not None:
+            if stop is not None and not ignore:
                 self._held = ""
                 return held[: end if self._include else end - len(stop)], stop
         sent = len(held) - self._length[self._node]

@@ -6,12 +6,12 @@ Names and fields follow vLLM's offline API, so that code moves over easily.
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from freewheel.engine.detokenize import Detokenizer
-from freewheel.engine.stopping import TextStop
+from freewheel.engine.detokenize import Detokenizer, StopStrings
 from freewheel.request import FinishReason, Request, StepOutput, TokenLogprobs
+from freewheel.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from freewheel.models.tokenizer import Tokenizer
@@ -80,7 +80,7 @@ class RequestOutput:
         prompt_logprobs: for each prompt token the log probability by id, None for the first.
         outputs: its choices.
         finished: whether all choices have ended.
-        metrics: counts and times.
+        metrics: counts and times so far.
     """
 
     request_id: str
@@ -121,7 +121,16 @@ class Reply:
         self._prompt = prompt
         self._prompt_ids = list(request.prompt_ids)
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self._choices = [_Choice(index, request, tokenizer) for index in range(request.params.n)]
+        params = request.params
+        assert not isinstance(params.stop, str)  # normalised
+        # Long prompts and many stops cost something: once, not for every choice.
+        detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens, prompt_ids=request.prompt_ids
+        )
+        stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        self._choices = [
+            _Choice(index, params, tokenizer, detokenizer.copy(), stops.copy()) for index in range(params.n)
+        ]
         self._unfinished = len(self._choices)
         self._news = False
 
@@ -177,22 +186,22 @@ class Reply:
             self._prompt_logprobs,
             [choice.take() for choice in self._choices],
             self.finished,
-            self.metrics,
+            replace(self.metrics),
         )
 
 
 class _Choice:
     """Tokens and text of one choice."""
 
-    def __init__(self, index: int, request: Request, tokenizer: "Tokenizer") -> None:
-        params = request.params
+    def __init__(
+        self, index: int, params: SamplingParams, tokenizer: "Tokenizer", detokenizer: Detokenizer, stops: StopStrings
+    ) -> None:
         self._index = index
         self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(
-            tokenizer, skip_special_tokens=params.skip_special_tokens, prompt_ids=request.prompt_ids
-        )
-        self._stop = TextStop(params)
+        self._detokenizer = detokenizer
+        self._stops = stops
         self._text = ""
         self._taken = 0
         self.token_ids: list[int] = []
@@ -203,23 +212,24 @@ class _Choice:
         self._error: str | None = None
 
     def add(self, output: StepOutput) -> None:
-        """Token by token, so that the earliest end counts; a stop string before whatever else the same token ends."""
+        """Token by token, so that the earliest end counts (see :mod:`freewheel.engine.stopping`)."""
+        stopped = output.finish_reason is FinishReason.STOP
         for number, token in enumerate(output.token_ids, 1):
             self.token_ids.append(token)
             if output.logprobs is not None and self._logprobs is not None and self._cumulative is not None:
                 entry = output.logprobs[number - 1]
                 self._logprobs.append(self.logprobs_by_id(entry))
                 self._cumulative += entry.logprobs[0]
-            ends = output.finish_reason is FinishReason.STOP and number == len(output.token_ids)
-            if not (ends and not self._include_stop) and self._push(self._detokenizer.push(token)):
+            ends = stopped and number == len(output.token_ids)
+            if not (ends and not self._include_stop) and self._push(self._detokenizer.push(token), ignore_stops=ends):
                 return
-        if output.finish_reason is not None and not self._push(self._detokenizer.finish()):
-            self._text += self._stop.flush()
+        if output.finish_reason is not None and not self._push(self._detokenizer.finish(), ignore_stops=stopped):
+            self._text += self._stops.flush()
             self.finish(output.finish_reason, output.stop_reason, output.error)
 
-    def _push(self, text: str) -> bool:
+    def _push(self, text: str, *, ignore_stops: bool) -> bool:
         """Add text, and end with the stop string that it completes, if it does."""
-        emitted, matched = self._stop.push(text, len(self.token_ids))
+        emitted, matched = self._stops.push(text, ignore=ignore_stops or len(self.token_ids) < self._min_tokens)
         self._text += emitted
         if matched is not None:
             self.finish(FinishReason.STOP, matched, None)

@@ -1,13 +1,13 @@
 """When a sequence ends. All the rules are here.
 
-Of all events the earliest token decides; on the same token a stop counts before the length, so that the reason does not
-depend on how many tokens a step brings. Ids and lengths are known to the engine (:func:`cut`), stop strings only where
-text is made (:class:`TextStop`); the two meet in :mod:`freewheel.engine.outputs`.
+Of all events the earliest token decides; on the same token a stop id counts before a stop string, and either before the
+length, so that the reason does not depend on how many tokens a step brings. A stop string belongs to the token that
+completes it: before token number ``min_tokens`` it is ignored. Ids and lengths are known to the engine (:func:`cut`),
+stop strings only where text is made; the two meet in :mod:`freewheel.engine.outputs`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from freewheel.engine.detokenize import StopStrings
 from freewheel.request import FinishReason
 from freewheel.sampling import SamplingParams
 
@@ -44,27 +44,3 @@ def cut(tokens: Sequence[int], stops: Mapping[int, int | None], room: int) -> tu
     if len(tokens) >= room:
         return room, FinishReason.LENGTH
     return len(tokens), None
-
-
-class TextStop:
-    """Finds stop strings in a sequence's text, from what token number ``min_tokens`` brings on."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        assert not isinstance(params.stop, str)  # normalised
-        self._strings = StopStrings(params.stop, params.include_stop_str_in_output)
-        self._min_tokens = params.min_tokens
-
-    def push(self, text: str, token_count: int) -> tuple[str, str | None]:
-        """What can be sent, and the stop string that is complete, if one is.
-
-        Args:
-            text: new text.
-            token_count: tokens of the output so far, with those that brought the text.
-        """
-        if token_count < self._min_tokens:
-            return text, None
-        return self._strings.push(text)
-
-    def flush(self) -> str:
-        """What was held back, when the text ends without a stop string."""
-        return self._strings.flush()
