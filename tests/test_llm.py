@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from freewheel import LLM, SamplingParams
-from freewheel.engine.outputs import RequestOutput
+from freewheel.config import Draw
+from freewheel.engine.outputs import Reply, RequestOutput
+from freewheel.request import StepOutput
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +151,11 @@ class TestGenerate:
             (["a", ""], None, r"prompts\[1\]: prompt is empty"),
             (["a", "b"], [SamplingParams()], "sampling_params has 1 entries for 2 prompts"),
             ("a", {"n": 1}, "sampling_params must be SamplingParams"),
+            (None, None, "prompt must be text or a list of token ids, not NoneType"),
+            (5, None, "prompt must be text or a list of token ids, not int"),
+            ({1, 2}, None, "prompt must be text or a list of token ids, not set"),
+            (["a", None], None, r"prompts\[1\]: prompt must be text or a list of token ids, not NoneType"),
+            ("a\ud800", None, "prompt has a lone surrogate"),
             ("a" * 300, None, "prompt has 300 tokens, the longest sequence is 256"),
             ([[5], [10**6]], None, "prompt_token_ids has id 1000000"),
             ("a", SamplingParams(stop_token_ids=[2**31 - 1]), "stop_token_ids"),
@@ -157,6 +164,49 @@ class TestGenerate:
     def test_a_wrong_request_is_refused_whole(self, llm: LLM, prompts: Any, params: Any, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             llm.generate(prompts, params)
+        assert_idle(llm)
+
+    def test_stop_strings_end_each_choice_where_it_alone_would_end(self, llm: LLM) -> None:
+        params: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "seed": 1, "n": 4, "logprobs": 1}
+        (free,) = llm.generate("the", SamplingParams(**params))
+        stops = [choice.text[8:10] for choice in free.outputs[:3]]
+        (output,) = llm.generate("the", SamplingParams(**params, stop=stops))
+        for got, whole in zip(output.outputs, free.outputs):
+            found = [whole.text.find(stop) for stop in stops if stop in whole.text]
+            assert got.text == whole.text[: min(found, default=None)]
+            assert (got.stop_reason in stops) == bool(found)
+            assert len(got.logprobs or ()) == len(got.token_ids)
+            assert got.token_ids == whole.token_ids[: len(got.token_ids)]
+        assert sum(choice.stop_reason in stops for choice in output.outputs) >= 3
+        assert_idle(llm)
+
+    @pytest.mark.parametrize("draw", ["two_level", "gumbel", "multinomial"])
+    def test_the_draw_is_the_one_that_was_asked_for(self, tiny_model: Path, draw: Draw) -> None:
+        with LLM(tiny_model, dtype="float32", draw=draw) as llm:
+            drawn = llm._engine._runner._sampler._draw
+            assert type(drawn).__name__.lower() == draw.replace("_", "")
+            calls = []
+            rows = drawn.rows
+            drawn.rows = lambda *args: calls.append(args) or rows(*args)  # type: ignore[method-assign]
+            assert llm.generate("the", SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids
+            assert len(calls) == 3
+
+    def test_a_text_that_cannot_be_made_is_that_requests_error(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+        expected = essence(llm.generate("the", greedy)[0])
+        add, broken = Reply.add, []
+
+        def fail(reply: Reply, output: StepOutput) -> bool:
+            if reply.request.request_id in broken:
+                raise RuntimeError("no such character")
+            return add(reply, output)
+
+        monkeypatch.setattr(Reply, "add", fail)
+        streams = [llm.stream("the", greedy) for _ in range(3)]
+        broken.append(streams[0]._reply.request.request_id)
+        failed, *others = [list(stream)[-1] for stream in streams]
+        assert failed.outputs[0].error == "RuntimeError: no such character"
+        assert [essence(output) for output in others] == [expected] * 2
         assert_idle(llm)
 
     def test_priorities_one_for_each(self, llm: LLM) -> None:

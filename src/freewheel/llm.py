@@ -106,7 +106,11 @@ class LLM:
             ValueError: a prompt or parameter is wrong; then nothing is generated at all.
             KeyboardInterrupt: after Ctrl-C; these requests are gone, and the model can go on with others.
         """
-        one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+        one = (
+            isinstance(prompts, str | Mapping)
+            or not isinstance(prompts, Sequence)
+            or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+        )
         batch: Sequence[Any] = [prompts] if one else prompts  # type: ignore[assignment]
         all_params = _spread("sampling_params", sampling_params, len(batch))
         priorities = _spread("priority", 0 if priority is None else priority, len(batch))
@@ -139,7 +143,7 @@ class LLM:
 
         Arguments beyond those of :meth:`render` and the errors are :meth:`generate`'s.
         """
-        one = len(messages) == 0 or isinstance(messages[0], Mapping)
+        one = not isinstance(messages, Sequence) or len(messages) == 0 or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
         prompts = [
             self.render(conversation, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
@@ -233,8 +237,14 @@ class LLM:
             self._drop_abandoned()
             for output in self._engine.step():
                 reply = self._replies.get(output.request_id)
-                if reply is not None and reply.add(output):
-                    self._engine.finish(output.request_id, output.index)
+                if reply is None:
+                    continue
+                try:
+                    if reply.add(output):
+                        self._engine.finish(output.request_id, output.index)
+                except Exception as error:  # the others' outputs of this step come only once
+                    reply.fail(f"{type(error).__name__}: {error}")
+                    self._engine.abort(output.request_id)
 
     def _forget(self, replies: Sequence[Reply]) -> None:
         """Abort what is not finished."""
