@@ -109,8 +109,8 @@ def tiny_model(architecture: str) -> PreTrainedModel:
     return model.eval()
 
 
-def convert(path: Path, architecture: str, model: PreTrainedModel) -> Path:
-    """Writes a model the way llama.cpp's converter does."""
+def convert(path: Path, architecture: str, model: PreTrainedModel, more: Mapping[str, Any] | None = None) -> Path:
+    """Writes a model the way llama.cpp's converter does, with ``more`` metadata."""
     config: Any = model.config
     metadata = {
         f"{architecture}.block_count": config.num_hidden_layers,
@@ -140,7 +140,7 @@ def convert(path: Path, architecture: str, model: PreTrainedModel) -> Path:
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored_name is not None
         tensors[stored_name] = tensor.numpy()
-    return write_gguf(path, architecture, metadata, tensors)
+    return write_gguf(path, architecture, metadata | dict(more or {}), tensors)
 
 
 def checkpoint(model: PreTrainedModel) -> dict[str, Tensor]:

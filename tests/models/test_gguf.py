@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from freewheel.models.errors import ModelError
 from freewheel.models.gguf import GGUFWeights, gguf_config, read_gguf
+from freewheel.models.spec import ModelSpec
 from freewheel.models.store import resolve
 from freewheel.ops.quantize import GroupQuantized
 
@@ -190,6 +191,33 @@ class TestNamesAndConfiguration:
             "beta_slow": 1.0,
         }
 
+    @pytest.mark.parametrize(
+        ("metadata", "scaling"),
+        [
+            ({"rope.scaling.factor": 8.0}, {"rope_type": "linear", "factor": 8.0}),
+            ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+            ({"rope.scale_linear": 4.0, "rope.scaling.factor": 8.0}, {"rope_type": "linear", "factor": 8.0}),
+            ({"rope.scaling.type": "none", "rope.scaling.factor": 8.0}, None),
+            ({"rope.scaling.type": "linear"}, None),
+        ],
+    )
+    def test_scaling_without_a_type_is_linear_as_in_llama_cpp(
+        self, metadata: dict[str, Any], scaling: dict[str, Any] | None, tmp_path: Path
+    ) -> None:
+        path = small_llama(tmp_path / "a.gguf", {f"llama.{key}": value for key, value in metadata.items()})
+        assert gguf_config(read_gguf(path))["rope_scaling"] == scaling
+
+    def test_a_sliding_window_of_a_llama_is_in_all_layers(self, tmp_path: Path) -> None:
+        file = read_gguf(small_llama(tmp_path / "a.gguf", {"llama.attention.sliding_window": 64}))
+        spec = ModelSpec.from_config(gguf_config(file))
+        assert set(spec.windows) == {64}
+
+    def test_a_sliding_window_of_qwen_is_refused(self, tmp_path: Path) -> None:
+        model = tiny_model("qwen2")
+        path = convert(tmp_path / "a.gguf", "qwen2", model, {"qwen2.attention.sliding_window": 64})
+        with pytest.raises(ModelError, match=r"qwen2\.attention\.sliding_window is 64, which is not supported"):
+            gguf_config(read_gguf(path))
+
     def test_llama3_scaling_is_recovered_from_its_effect(self, tmp_path: Path) -> None:
         scaling = {
             "rope_type": "llama3",
@@ -227,7 +255,10 @@ class TestNamesAndConfiguration:
             ({"llama.embedding_length": 64}, "'token_embd.weight' with rows of 64"),
             ({"llama.expert_count": 8}, "experts"),
             ({"llama.expert_count": [8, 8]}, "expert_count is array"),
-            ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'; linear and yarn are supported"),
+            (
+                {"llama.rope.scaling.type": "longrope"},
+                "rope.scaling.type is 'longrope'; none, linear and yarn are supported",
+            ),
             ({"llama.rope.scaling.type": [1, 2]}, "rope.scaling.type is array"),
             (
                 {

@@ -318,6 +318,14 @@ class TestGGUFSentencePiece:
             assert tokenizer.encode("aaa") == [2, 0]
             assert tokenizer.encode("aaab") == expected
 
+    @pytest.mark.parametrize("piece", ["x▁", "x▁▁", "▁▁", "▁▁x", "x▁▁y"])
+    def test_pieces_may_end_in_spaces_or_span_them(self, piece: str) -> None:
+        tokens = [*"▁xy", *(piece[:length] for length in range(2, len(piece) + 1))]
+        scores = [-float(id) for id in range(len(tokens))]
+        tokenizer = Tokenizer.from_gguf(metadata("llama", tokens, scores=scores, add_space_prefix=False))
+        text = piece.replace("▁", " ")
+        assert tokenizer.encode(text) == [len(tokens) - 1]
+
     def test_user_defined_tokens_are_found_first_and_stay_apart(self) -> None:
         library = sentencepiece(space_prefix=False)
         runs = [" " * 2, " " * 3, "\n", "\n\n", "<td>"]

@@ -300,6 +300,10 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
             "attention_bias": "blk.0.attn_q.bias" in file.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         }
+        if window := facts.integer("attention.sliding_window", 0, minimum=0):
+            if architecture != "llama":  # which layers have it is not said; Mistral's, which are "llama" here, all do
+                facts.fail("attention.sliding_window", f"is {window}, which is not supported for {architecture}")
+            config |= {"sliding_window": window, "layer_types": ["sliding_attention"] * layers}
     return config
 
 
@@ -349,12 +353,14 @@ class _Facts:
 def _rope_scaling(file: GGUFFile, facts: _Facts, theta: float, head_dim: int) -> dict[str, Any] | None:
     if "rope_freqs.weight" in file.tensors:
         return _llama3_rope_scaling(file, theta, head_dim)
-    kind = facts.text("rope.scaling.type", "none")
-    if kind == "none":
+    # As in llama.cpp: a factor without a type is linear, "scale_linear" is its name in old files, and none is 1.
+    kind = facts.text("rope.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn"):
+        facts.fail("rope.scaling.type", f"is {reprlib.repr(kind)}; none, linear and yarn are supported")
+    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 1.0))
+    if kind == "none" or factor == 1:
         return None
-    if kind not in ("linear", "yarn"):
-        facts.fail("rope.scaling.type", f"is {reprlib.repr(kind)}; linear and yarn are supported")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": facts.number("rope.scaling.factor")}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
             if facts.number(f"rope.scaling.{key}", 1.0) != 1:

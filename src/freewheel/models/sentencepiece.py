@@ -52,7 +52,7 @@ class SentencePieceBPE:
         self._ids = dict(zip(texts, pieces, strict=True))
         # No piece spans a space that follows another character than these (">" alone in Gemma's vocabulary). So the
         # text can be cut at the others, and words repeat where texts do not.
-        glue = set(re.findall(f"([^\0]){SPACE}", "\0".join(texts)))
+        glue = set(re.findall(f"([^\0])(?={SPACE})", "\0".join(texts)))
         before = f"(?<=[^{re.escape(''.join(sorted(glue)))}])" if glue else "(?!^)"
         self._cut = re.compile(f"{before}(?={SPACE})")
         self._cached_word = lru_cache(_CACHED_WORDS)(self._word)
