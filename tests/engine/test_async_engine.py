@@ -184,14 +184,14 @@ async def test_a_name_in_use_is_refused_and_automatic_names_are_nobodys() -> Non
     engine, decoder = make_engine(max_model_len=400, pages=400, slots=16)
     decoder.before = lambda batch: threading.Event().wait(0.002)
     async with AsyncEngine(engine, TOKENIZER) as running:
-        mine = [asyncio.create_task(read(running, "ab", LONG, request_id=str(i))) for i in range(8)]
+        mine = [asyncio.create_task(read(running, "ab", LONG, request_id=str(i))) for i in range(6, 14)]
         await asyncio.sleep(0.05)
-        with pytest.raises(ValueError, match="request_id '3' is in use"):
-            await read(running, "ab", LONG, request_id="3")
+        with pytest.raises(ValueError, match="request_id '7' is in use"):
+            await read(running, "ab", LONG, request_id="7")
         short = SamplingParams(max_tokens=1)
         outputs = await asyncio.gather(*(read(running, "ab", short) for _ in range(8)))
         assert len({output.request_id for output in outputs}) == 8
-        for i in range(8):
+        for i in range(6, 14):
             running.abort(str(i))
         assert {output.outputs[0].finish_reason for output in await asyncio.gather(*mine)} == {"abort"}
         await settle(engine)
