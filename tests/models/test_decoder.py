@@ -81,9 +81,6 @@ class Checkpoint:
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
@@ -202,6 +199,28 @@ def test_refuses_weights_of_another_shape() -> None:
     tensors = reference.state_dict() | {"model.norm.weight": torch.ones(47)}
     with pytest.raises(ModelError, match=r"'model.norm.weight' has shape \[47\], but the config says \[48\]"):
         Decoder(decoder.spec, Checkpoint(tensors), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.3.mlp.up_proj.weight",
+        "model.norm.bias",
+        "lm_head.bias",
+    ],
+)
+def test_refuses_weights_that_it_would_not_apply(name: str) -> None:
+    reference, decoder = make_pair("llama")
+    with pytest.raises(ModelError, match=f"'{name}' has no place in a llama model"):
+        Decoder(decoder.spec, Checkpoint(reference.state_dict() | {name: torch.ones(1)}), dtype=torch.float32)
+
+
+def test_leaves_out_what_is_not_applied() -> None:
+    reference, decoder = make_pair("llama-tied")
+    more = {name: torch.ones(1) for name in ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")}
+    Decoder(decoder.spec, Checkpoint(reference.state_dict() | more), dtype=torch.float32)
 
 
 def test_gemma_refuses_float16() -> None:

@@ -1,7 +1,7 @@
 """One decoder for Llama, Mistral, Qwen 2 and 3, SmolLM and Gemma 3, by its :class:`ModelSpec`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -45,7 +45,8 @@ class Decoder:
             to each, "int8" the one that is fastest with many rows (see :mod:`freewheel.ops.linear`).
 
     Raises:
-        ModelError: a weight is missing or has another shape than the specification says.
+        ModelError: a weight is missing or has another shape than the specification says, or the specification has no
+            use for one that belongs to a layer or is a bias.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Decoder:
         if not spec.tied_embeddings:
             embedding = reader.stored("lm_head.weight", spec.vocab_size, spec.hidden_size)
         self.head = reader.pack([embedding])
+        reader.refuse_unused()
         self.frequencies = {rope: rope.frequencies(spec.head_dim).to(device) for rope in set(spec.ropes)}
 
     @property
@@ -169,13 +171,23 @@ class _Reader:
     dtype: torch.dtype
     device: torch.device
     quantize: Quantize
+    taken: set[str] = field(default_factory=set)
 
     def stored(self, name: str, *shape: int) -> Tensor | GroupQuantized:
         """The named weight as the file has it."""
         weight = self.weights[name]
+        self.taken.add(name)
         if tuple(weight.shape) != shape:
             raise ModelError(f"weight {name!r} has shape {list(weight.shape)}, but the config says {list(shape)}")
         return weight.to(self.device) if isinstance(weight, Tensor) else weight
+
+    def refuse_unused(self) -> None:
+        """Raises :class:`ModelError` for a weight that the model applies and this decoder does not."""
+        for name in self.weights:
+            applied = name.startswith("model.layers.") or name.endswith("bias")
+            # Old checkpoints store the frequencies of the rotary embedding.
+            if applied and name not in self.taken and not name.endswith("rotary_emb.inv_freq"):
+                raise ModelError(f"weight {name!r} has no place in a {self.spec.family} model of this configuration")
 
     def linear(self, out_features: dict[str, int], in_features: int, *, bias: bool) -> Linear:
         """One product for the named projections."""

@@ -453,9 +453,6 @@ class GGUFWeights:
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored_names)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._stored_names
-
     def __getitem__(self, name: str) -> Tensor | GroupQuantized:
         """The tensor; :class:`ModelError` if the file has none of that name."""
         if name not in self._stored_names:

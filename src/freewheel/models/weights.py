@@ -28,7 +28,6 @@ class Weights(Protocol):
     @property
     def norm_offset_applied(self) -> bool: ...
     def __iter__(self) -> Iterator[str]: ...
-    def __contains__(self, name: object) -> bool: ...
     def __getitem__(self, name: str) -> Tensor | GroupQuantized: ...
 
 
@@ -67,9 +66,6 @@ class SafetensorsWeights:
 
     def __iter__(self) -> Iterator[str]:
         return (name.removeprefix(self._prefix) for name in self._shard_of if name.startswith(self._prefix))
-
-    def __contains__(self, name: object) -> bool:
-        return f"{self._prefix}{name}" in self._shard_of
 
     def __getitem__(self, name: str) -> Tensor:
         """The tensor as stored, a view of the mapped file."""
