@@ -144,7 +144,7 @@ def test_a_decode_step_gives_the_same_logits_in_any_batch(name: str, dtype: DTyp
 
     together = step(*range(8))
     for sequence in range(8):
-        # Equal bits where MKL and oneDNN sum in one order (see ops), else equal up to the rounding of the number format.
+        # Equal bits where MKL and oneDNN sum in one order (see ops), else equal up to the number format's rounding.
         allowed = (1e-5 if dtype == "float32" else 1e-2) * together[sequence].norm()
         assert (step(sequence)[0] - together[sequence]).norm() <= allowed
         assert (step((sequence + 3) % 8, sequence)[1] - together[sequence]).norm() <= allowed
