@@ -1,8 +1,9 @@
 """From logits to tokens."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import inf, isfinite
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from freewheel.sampling.draw import Draw, Gumbel, Multinomial, TwoLevel, block_maxima, greedy
 from freewheel.sampling.logprobs import Logprobs, describe
-from freewheel.sampling.state import SamplingState
+from freewheel.sampling.state import LOGPROBS, PROCESSED, RANDOM, TRUNCATED, SamplingState
 from freewheel.sampling.transforms import transform
 from freewheel.sampling.truncation import survivors
 
@@ -85,66 +86,68 @@ class Sampler:
         if logits.dtype == torch.float64:
             logits = logits.float()
         raw = logits[:, : state.valid_vocab_size]
-        tokens = torch.full_like(slots, -1)
-        status = torch.zeros(len(slots), dtype=torch.uint8, device=slots.device)
+        # Rows are sorted by need on the host: a batch of one kind then takes no index at all.
+        needs = state.needs[slots].tolist()
+        edited = state.edited(slots, positions).tolist()
+        tokens = torch.empty_like(slots)
+        statuses = [Status.OK] * len(needs)
         scores: dict[int, Tensor] = {}
-        wants_logprobs = state.logprobs[slots] >= 0
-        wants_processed = wants_logprobs & state.processed_logprobs[slots]
-
-        edited = state.edited(slots, positions)
-        for group in ((~edited).nonzero().flatten(), edited.nonzero().flatten()):
-            if not len(group):
+        for changed in (False, True):
+            members = [row for row, changes in enumerate(edited) if changes == changed]
+            if not members:
                 continue
-            if edited[group[0]]:
-                values = raw[group].float()
+            group = _index(members, len(needs))
+            values = raw[group]
+            if changed:
+                values = values.to(torch.float32, copy=isinstance(group, slice))
                 sick = ~(values.amax(1) < torch.inf)
                 transform(state, values, slots[group], positions[group])
                 # A mask must not hide that the model has failed.
                 values[sick] = torch.nan
-            else:
-                values = _take(raw, group)
-            tokens[group], status[group] = self._tokens(values, slots[group], positions[group])
-            for i in (wants_processed[group] & (status[group] == Status.OK)).nonzero().flatten().tolist():
-                scores[int(group[i])] = self._processed(values[i], slots[group[i]])
+            group_needs = [needs[row] for row in members]
+            tokens[group], group_statuses = self._tokens(values, slots[group], positions[group], group_needs)
+            for i, (row, status) in enumerate(zip(members, group_statuses)):
+                statuses[row] = status
+                if needs[row] & PROCESSED and status == Status.OK:
+                    scores[row] = self._processed(values[i], slots[row])
 
         logprobs = None
-        if wants_logprobs.any():
-            asking = (wants_logprobs & (status == Status.OK)).nonzero().flatten()
+        if any(need & LOGPROBS for need in needs):
+            asking = [row for row, need in enumerate(needs) if need & LOGPROBS and statuses[row] == Status.OK]
+            asking_at = torch.tensor(asking, dtype=torch.int64, device=slots.device)
             logprobs = describe(
-                asking,
-                [scores.get(row, raw[row]) for row in asking.tolist()],
-                tokens[asking],
-                state.logprobs[slots[asking]].tolist(),
+                asking_at,
+                [scores.get(row, raw[row]) for row in asking],
+                tokens[asking_at],
+                state.logprobs[slots[asking_at]].tolist(),
             )
-        return Samples(tokens, status, logprobs)
+        return Samples(tokens, torch.tensor(statuses, dtype=torch.uint8, device=slots.device), logprobs)
 
-    def _tokens(self, logits: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _tokens(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, needs: Sequence[int]
+    ) -> tuple[Tensor, list[Status]]:
         """Tokens and status of rows whose logits are final but for temperature and truncation."""
         state = self.state
         maxima = block_maxima(logits)
-        peaks = maxima.amax(1)
-        status = torch.full_like(slots, Status.OK).masked_fill_(peaks == -torch.inf, Status.EMPTY)
-        status.masked_fill_(~(peaks < torch.inf), Status.NAN)
-        fine = status == Status.OK
-        random = fine & (state.temperatures[slots] > 0)
-        truncated = random & state.truncated[slots]
-
+        statuses = [_status(peak) for peak in maxima.amax(1).tolist()]
+        kinds = [need & (RANDOM | TRUNCATED) if status == Status.OK else None for need, status in zip(needs, statuses)]
         tokens = torch.full_like(slots, -1)
-        rows = (fine & ~random).nonzero().flatten()
-        if len(rows):
-            tokens[rows] = greedy(_take(logits, rows), maxima[rows])
-        rows = (random & ~truncated).nonzero().flatten()
-        if len(rows):
-            keys = slots[rows]
-            tokens[rows] = self._draw.rows(
-                _take(logits, rows), maxima[rows], state.temperatures[keys], state.seeds[keys], positions[rows]
+        if members := [row for row, kind in enumerate(kinds) if kind == 0]:
+            group = _index(members, len(needs))
+            tokens[group] = greedy(logits[group], maxima[group])
+        if members := [row for row, kind in enumerate(kinds) if kind == RANDOM]:
+            group = _index(members, len(needs))
+            keys = slots[group]
+            tokens[group] = self._draw.rows(
+                logits[group], maxima[group], state.temperatures[keys], state.seeds[keys], positions[group]
             )
-        rows = truncated.nonzero().flatten()
-        for row, limits, seed, position in zip(
-            rows.tolist(), self._limits(slots[rows]), state.seeds[slots[rows]].tolist(), positions[rows].tolist()
-        ):
-            tokens[row] = self._draw.survivors(*survivors(logits[row], *limits), seed, position)
-        return tokens, status.to(torch.uint8)
+        if members := [row for row, kind in enumerate(kinds) if kind == RANDOM | TRUNCATED]:
+            keys = slots[members]
+            for row, limits, seed, position in zip(
+                members, self._limits(keys), state.seeds[keys].tolist(), positions[members].tolist()
+            ):
+                tokens[row] = self._draw.survivors(*survivors(logits[row], *limits), seed, position)
+        return tokens, statuses
 
     def _limits(self, slots: Tensor) -> Iterable[tuple[float, int, float, float]]:
         """Temperature, top-k, top-p and min-p of each slot."""
@@ -159,12 +162,19 @@ class Sampler:
         temperature = limits[0]
         if temperature == 0.0:
             return logits
-        if not self.state.truncated[slot]:
+        if not int(self.state.needs[slot]) & TRUNCATED:
             return (logits.double() - logits.max()) / temperature
         ids, kept = survivors(logits, *limits)
         return torch.full_like(logits, -torch.inf, dtype=torch.float64).index_put_((ids,), kept)
 
 
-def _take(values: Tensor, rows: Tensor) -> Tensor:
-    """``values[rows]``, without a copy where that is all of them."""
-    return values if len(rows) == len(values) else values[rows]
+def _status(peak: float) -> Status:
+    """Of a row with this largest logit."""
+    if isfinite(peak):
+        return Status.OK
+    return Status.EMPTY if peak == -inf else Status.NAN
+
+
+def _index(members: list[int], count: int) -> slice | list[int]:
+    """An index for these of ``count`` rows, which makes no copy where that is all of them."""
+    return slice(None) if len(members) == count else members

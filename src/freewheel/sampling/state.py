@@ -12,6 +12,11 @@ from torch import Tensor
 from freewheel.sampling.params import SamplingParams
 from freewheel.sampling.pool import ListPool
 
+RANDOM, TRUNCATED, LOGPROBS, PROCESSED = (1 << bit for bit in range(4))
+"""What a slot needs: a draw, from what top-k, top-p or min-p leave; log probabilities, taken after all changes."""
+
+ALWAYS = torch.iinfo(torch.int64).max
+
 
 class SamplingState:
     """Per-slot parameters, token history and counts.
@@ -23,13 +28,13 @@ class SamplingState:
         history: int64 [slots, max_length], the tokens of each sequence.
         prompt_lengths: int64 [slots].
         seeds: int64 [slots].
+        needs: int64 [slots], a sum of the constants of this module.
+        edited_until: int64 [slots], the position from which on masks, bias and penalties leave the logits alone.
         temperatures, top_p, min_p: float64 [slots].
         top_k: int64 [slots], 1 to ``valid_vocab_size``, which means all.
-        truncated: bool [slots], whether top-k, top-p or min-p limit the draw.
         repetition, frequency, presence: float32 [slots], the penalties.
         min_tokens: int64 [slots]; 0 for slots that have no id to hold back.
-        logprobs: int64 [slots], how many alternatives to report; -1 for no log probabilities at all.
-        processed_logprobs: bool [slots], whether these are taken after all changes.
+        logprobs: int64 [slots], how many alternatives to report.
         allowed, held_back, bias_ids: pools of ids; bias_values: pool of float32, parallel to bias_ids.
         count_rows: int64 [slots], the row that counts the slot's output tokens; -1 for slots without penalties.
         bad_words: pool of the words' ids, word after word; bad_word_distances: parallel to it, how far each id is from
@@ -65,24 +70,23 @@ class SamplingState:
         self.history = torch.zeros(slots, max_length, dtype=torch.int64, device=device)
         self.prompt_lengths = numbers(torch.int64)
         self.seeds = numbers(torch.int64)
+        self.needs = numbers(torch.int64)
+        self.edited_until = numbers(torch.int64)
         self.temperatures = numbers(torch.float64)
         self.top_k = numbers(torch.int64, self.valid_vocab_size)
         self.top_p = numbers(torch.float64, 1)
         self.min_p = numbers(torch.float64)
-        self.truncated = numbers(torch.bool)
         self.repetition = numbers(torch.float32, 1)
         self.frequency = numbers(torch.float32)
         self.presence = numbers(torch.float32)
         self.min_tokens = numbers(torch.int64)
-        self.logprobs = numbers(torch.int64, -1)
-        self.processed_logprobs = numbers(torch.bool)
+        self.logprobs = numbers(torch.int64)
         self.allowed = ListPool(slots, torch.int64, device)
         self.held_back = ListPool(slots, torch.int64, device)
         self.bias_ids = ListPool(slots, torch.int64, device)
         self.bias_values = ListPool(slots, torch.float32, device)
         self.bad_words = ListPool(slots, torch.int64, device)
         self.bad_word_distances = ListPool(slots, torch.int64, device)
-        self._always_edited = numbers(torch.bool)
         self.count_rows = numbers(torch.int64, -1)
         self._output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._free_count_rows: list[int] = []
@@ -132,18 +136,25 @@ class SamplingState:
         self.top_k[slot] = top_k = min(params.top_k or self.valid_vocab_size, self.valid_vocab_size)
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
-        self.truncated[slot] = top_k < self.valid_vocab_size or params.top_p < 1.0 or params.min_p > 0.0
         self.repetition[slot] = params.repetition_penalty
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
-        self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        self.processed_logprobs[slot] = params.logprobs_mode == "processed"
+        self.logprobs[slot] = params.logprobs or 0
+        needs = 0
+        if params.temperature > 0.0:
+            truncated = top_k < self.valid_vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+            needs |= RANDOM | TRUNCATED if truncated else RANDOM
+        if params.logprobs is not None:
+            needs |= LOGPROBS | PROCESSED if params.logprobs_mode == "processed" else LOGPROBS
+        self.needs[slot] = needs
 
         if params.min_tokens:
             # An end id outside the vocabulary (some configurations say -1) can't be drawn anyway.
             ids = {token for token in (*end_ids, *params.stop_token_ids) if 0 <= token < self.valid_vocab_size}
             self.held_back.put(slot, torch.tensor(sorted(ids), dtype=torch.int64))
-            self.min_tokens[slot] = params.min_tokens if ids else 0
+            if ids:
+                self.min_tokens[slot] = params.min_tokens
+                self.edited_until[slot] = len(prompt_ids) + params.min_tokens
         if params.allowed_token_ids:
             self.allowed.put(slot, torch.tensor(params.allowed_token_ids, dtype=torch.int64))
         if params.logit_bias:
@@ -156,9 +167,8 @@ class SamplingState:
             self.bad_word_distances.put(slot, torch.tensor(distances))
         if params.uses_penalties:
             self._count(slot, tokens[len(prompt_ids) :].to(self.device))
-        self._always_edited[slot] = bool(
-            params.allowed_token_ids or params.logit_bias or bad_word_ids or params.uses_penalties
-        )
+        if params.allowed_token_ids or params.logit_bias or bad_word_ids or params.uses_penalties:
+            self.edited_until[slot] = ALWAYS
 
     def append(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Add a token drawn for each of ``slots``, all distinct, at the end of its sequence; all int64 [rows].
@@ -177,8 +187,7 @@ class SamplingState:
         pools = (self.allowed, self.held_back, self.bias_ids, self.bias_values, self.bad_words, self.bad_word_distances)
         for pool in pools:
             pool.drop(slot)
-        self._always_edited[slot] = False
-        self.min_tokens[slot] = 0
+        self.edited_until[slot] = self.min_tokens[slot] = 0
         row = int(self.count_rows[slot])
         if row >= 0:
             self._free_count_rows.append(row)
@@ -186,7 +195,7 @@ class SamplingState:
 
     def edited(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Bool [rows]: whether masks, bias or penalties change the row's logits."""
-        return self._always_edited[slots] | self.holds_back(slots, positions)
+        return positions < self.edited_until[slots]
 
     def holds_back(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Bool [rows]: whether the output is still shorter than ``min_tokens``."""
