@@ -214,6 +214,8 @@ class Engine:
             size = self._pool.page_size
             assert sequence.computed <= len(sequence.pages) * size
             assert self._cache.path(sequence.node) == sequence.pages[: sequence.node.depth]
+            private = sum(self._cache.pages.references[page] == 1 for page in sequence.pages)
+            assert self._count_private(sequence.pages) == private, "pages are not shared from the beginning on"
 
     def _schedule(self) -> list[tuple[Sequence, Span]]:
         """Plan the step, and do to queues, slots and pages what the plan says."""
