@@ -10,15 +10,18 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from freewheel.bench import machine
-from freewheel.bench.systems import SYSTEMS
+from freewheel.bench.systems import SYSTEMS, Freewheel
 
 SHORT = 1
+RESULT = "result: "  # marks a measuring process's lines among what the systems print
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,6 @@ class DecodeResult:
     prompt_tokens_per_s: float
     load_s: float
     resident_mb: float
-    peak_mb: float
     weight_mb: float | None = None
 
 
@@ -44,50 +46,54 @@ def prompts(batch: int, length: int) -> list[list[int]]:
     return np.random.default_rng(batch).integers(1000, 10_000, (batch, length)).tolist()
 
 
-def measure(system: str, model: Path, dtype: str, batch: int, prompt: int, output: int, repeats: int) -> DecodeResult:
-    """Load ``system`` in this process and measure it."""
+def measure(
+    system: str, model: Path, dtype: str, batches: Sequence[int], prompt: int, output: int, repeats: int
+) -> Iterator[DecodeResult]:
+    """Load ``system`` in this process, once, and measure it at each batch size."""
     start = time.perf_counter()
-    loaded = SYSTEMS[system](model, dtype, batch, prompt + output)
+    loaded = SYSTEMS[system](model, dtype, max(batches), prompt + output)
     load_s = time.perf_counter() - start
-    batch_prompts = prompts(batch, prompt)
+    weights = loaded.llm.weight_bytes / 1e6 if isinstance(loaded, Freewheel) else None
 
-    def seconds(tokens: int) -> float:
-        begin = time.perf_counter()
-        counts = loaded.generate(batch_prompts, tokens)
-        if counts != [tokens] * batch:
-            raise RuntimeError(f"{system} returned {counts} tokens instead of {tokens} for each prompt")
-        return time.perf_counter() - begin
+    for batch in batches:
+        batch_prompts = prompts(batch, prompt)
 
-    seconds(min(8, output))
-    times = [(seconds(SHORT), seconds(output)) for _ in range(repeats)]
-    short = statistics.median(pair[0] for pair in times)
-    step = statistics.median((pair[1] - pair[0]) / (output - SHORT) for pair in times)
-    resident, peak = machine.memory_bytes()
-    weights = loaded.llm.weight_bytes / 1e6 if system == "freewheel" else None  # type: ignore[attr-defined]
-    return DecodeResult(
-        system=system,
-        dtype=dtype,
-        batch=batch,
-        tokens_per_s=batch / step,
-        step_ms=step * 1e3,
-        prompt_tokens_per_s=batch * prompt / short,
-        load_s=load_s,
-        resident_mb=resident / 1e6,
-        peak_mb=peak / 1e6,
-        weight_mb=weights,
-    )
+        def seconds(tokens: int, batch_prompts: list[list[int]] = batch_prompts) -> float:
+            begin = time.perf_counter()
+            counts = loaded.generate(batch_prompts, tokens)
+            if counts != [tokens] * len(batch_prompts):
+                raise RuntimeError(f"{system} returned {counts} tokens instead of {tokens} for each prompt")
+            return time.perf_counter() - begin
+
+        seconds(min(8, output))
+        times = [(seconds(SHORT), seconds(output)) for _ in range(repeats)]
+        short = statistics.median(pair[0] for pair in times)
+        step = statistics.median((pair[1] - pair[0]) / (output - SHORT) for pair in times)
+        yield DecodeResult(
+            system=system,
+            dtype=dtype,
+            batch=batch,
+            tokens_per_s=batch / step,
+            step_ms=step * 1e3,
+            prompt_tokens_per_s=batch * prompt / short,
+            load_s=load_s,
+            resident_mb=machine.resident_bytes() / 1e6,
+            weight_mb=weights,
+        )
 
 
-def measure_apart(request: dict[str, Any]) -> DecodeResult | str:
-    """``measure`` in a fresh process; a failure comes back as its last line of output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "freewheel.bench.decode", json.dumps(request)], capture_output=True, text=True
-    )
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        errors = done.stderr.strip().splitlines()
-        return errors[-1] if errors else f"exit status {done.returncode}"
-    return DecodeResult(**json.loads(lines[-1]))
+def measure_apart(request: dict[str, Any]) -> Iterator[DecodeResult]:
+    """``measure`` in a fresh process, results as they come; RuntimeError with its last line if it fails."""
+    command = [sys.executable, "-m", "freewheel.bench.decode", json.dumps(request)]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith(RESULT):
+                yield DecodeResult(**json.loads(line.removeprefix(RESULT)))
+        if process.wait():
+            errors.seek(0)
+            raise RuntimeError((errors.read().strip().splitlines() or [f"exit status {process.returncode}"])[-1])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,26 +131,26 @@ def run(args: argparse.Namespace) -> None:
     print(f"bandwidth  {bandwidth / 1e9:.1f} GB/s read, measured now")
     print(f"model      {args.model}, prompt {args.prompt}, output {args.output}, greedy, median of {args.repeats}")
     print(f"{'system':24}{'batch':>6}{'tok/s':>9}{'ms/step':>9}{'floor ms':>9}", end="")
-    print(f"{'prompt tok/s':>14}{'load s':>8}{'peak MB':>9}")
+    print(f"{'prompt tok/s':>14}{'load s':>8}{'MB now':>8}")
     results: list[dict[str, Any]] = []
     for name, dtype in systems:
-        for batch in batches:
-            dtype = dtype or ("file" if name == "llamacpp" else "auto" if name == "freewheel" else "float32")
-            request = {"system": name, "model": str(model), "dtype": dtype, "batch": batch}
-            result = measure_apart(request | {"prompt": args.prompt, "output": args.output, "repeats": args.repeats})
-            label = f"{name}:{dtype}"
-            if isinstance(result, str):
-                print(f"{label:24}{batch:6}  failed: {result}", flush=True)
-                results.append({"system": name, "dtype": dtype, "batch": batch, "error": result})
-                continue
-            floor = result.weight_mb * 1e9 / bandwidth if result.weight_mb else None
-            print(
-                f"{label:24}{batch:6}{result.tokens_per_s:9.1f}{result.step_ms:9.2f}"
-                f"{f'{floor:.2f}' if floor else '-':>9}{result.prompt_tokens_per_s:14.0f}"
-                f"{result.load_s:8.2f}{result.peak_mb:9.0f}",
-                flush=True,
-            )
-            results.append(asdict(result) | {"floor_ms": floor})
+        dtype = dtype or ("file" if name == "llamacpp" else "auto" if name == "freewheel" else "float32")
+        label = f"{name}:{dtype}"
+        request = {"system": name, "model": str(model), "dtype": dtype, "batches": batches}
+        request |= {"prompt": args.prompt, "output": args.output, "repeats": args.repeats}
+        try:
+            for result in measure_apart(request):
+                floor = result.weight_mb * 1e9 / bandwidth if result.weight_mb else None
+                print(
+                    f"{label:24}{result.batch:6}{result.tokens_per_s:9.1f}{result.step_ms:9.2f}"
+                    f"{f'{floor:.2f}' if floor else '-':>9}{result.prompt_tokens_per_s:14.0f}"
+                    f"{result.load_s:8.2f}{result.resident_mb:8.0f}",
+                    flush=True,
+                )
+                results.append(asdict(result) | {"floor_ms": floor})
+        except RuntimeError as error:
+            print(f"{label:24}  failed: {error}", flush=True)
+            results.append({"system": name, "dtype": dtype, "error": str(error)})
     if args.json:
         report = {"machine": machine.describe(), "read_bytes_per_s": bandwidth, "prompt": args.prompt}
         report |= {"model": args.model, "output": args.output, "repeats": args.repeats, "results": results}
@@ -154,4 +160,5 @@ def run(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     given["model"] = Path(given["model"])
-    print(json.dumps(asdict(measure(**given))))
+    for measured in measure(**given):
+        print(RESULT + json.dumps(asdict(measured)), flush=True)

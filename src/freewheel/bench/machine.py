@@ -35,10 +35,8 @@ def describe() -> str:
     return f"{cpu}, {threads} threads, {vectors}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
-def memory_bytes() -> tuple[int, int]:
-    """Resident bytes of this process (now, peak); zeros where /proc is missing."""
+def resident_bytes() -> int:
+    """Memory that this process holds now; 0 where /proc is missing."""
     status = Path("/proc/self/status")
-    if not status.exists():
-        return 0, 0
-    fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-    return tuple(int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))  # type: ignore[return-value]
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
