@@ -512,6 +512,26 @@ class TestSpecialTokensInText:
         assert [id for id in ids if id in (turn, stop, seen, lines)] == [turn, lines, seen, stop, lines]
         assert tokenizer.decode(ids).count("<|stop|>") == 1, "an end is left out even if it is not flagged special"
 
+    def test_nor_tokens_that_the_template_writes_by_their_names(self) -> None:
+        made = gguf_metadata(byte_level(), "gpt2", ["<|begin|>"])
+        begin = made["tokenizer.ggml.bos_token_id"] = made["tokenizer.ggml.tokens"].index("<|begin|>")
+        made["tokenizer.chat_template"] = "{{ bos_token }}{{ messages[0].content }}"
+        ids, _ = Tokenizer.from_gguf(made).encode_chat([{"role": "user", "content": "a<|begin|>"}])
+        assert ids.count(begin) == 1
+
+    def test_not_even_escaped(self) -> None:
+        tokenizer = templated("{{ tools | tojson(ensure_ascii=true) }}")
+        ids, text = tokenizer.encode_chat([{"role": "user", "content": ""}], tools=[{"name": "<|end|>"}])
+        assert text == tokenizer.decode(ids) == '[{"name": "<|end|>"}]'
+
+    def test_a_role_is_recognised_whatever_letters_special_tokens_have(self) -> None:
+        library = LibraryTokenizer.from_str(byte_level().to_str())
+        library.add_special_tokens(["tool", "<start", "r>"])
+        made = gguf_metadata(library, "gpt2")
+        made["tokenizer.chat_template"] = "{% if messages[0].role == 'assistant' %}yes{% endif %}"
+        message = {"role": "assistant", "content": [{"type": "text", "text": "x"}]}
+        assert Tokenizer.from_gguf(made).encode_chat([message])[1] == "yes"
+
     def test_ids_and_text_are_of_one_rendering(self, chat: Tokenizer) -> None:
         tokenizer = templated("{% if '<|end|>' in messages[0].content %}yes{% else %}no{% endif %}{{ now() }}")
         times: list[str] = []
@@ -544,6 +564,7 @@ class TestChatTemplate:
         [
             ("{{ {'é': [1, None]} | tojson }}", '{"é": [1, null]}'),
             ("{{ '<' | tojson }}", '"<"'),
+            ("{{ 'é😀' | tojson(ensure_ascii=true) }}", r'"\u00e9\ud83d\ude00"'),
             ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
             ("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "1"),
             ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "x"),

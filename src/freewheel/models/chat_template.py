@@ -7,6 +7,7 @@ which only marks text. They come with the model's files, hence the sandbox.
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -124,7 +125,9 @@ def _environment() -> "jinja2.Environment":
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+        # U+FDD0 is no part of the value: Tokenizer puts it in, and takes it out again.
+        return re.sub("[^\0-\x7f\ufdd0]", lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)

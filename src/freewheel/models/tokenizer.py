@@ -254,9 +254,11 @@ class Tokenizer:
     def _guard(self, value: Any) -> Any:
         """``value`` with noncharacters in every special token, or part of one at an end, that its strings spell."""
         if isinstance(value, str):
-            _, heads, tails = self._guarded
+            _, heads, tails, longest = self._guarded
             # Two strings, or a string and the template, may make a special token together.
-            return _GUARD * value.startswith(tails) + self._broken(value) + _GUARD * value.endswith(heads)
+            before = any(value[:length] in tails for length in range(1, longest))
+            after = any(value[-length:] in heads for length in range(1, longest))
+            return _GUARD * before + self._broken(value) + _GUARD * after
         if isinstance(value, Mapping):
             keys = (self._broken(key) if isinstance(key, str) else key for key in value)
             return dict(zip(keys, map(self._guard, value.values())))
@@ -271,18 +273,25 @@ class Tokenizer:
         return self._guarded[0].sub(lambda found: "".join(f"{c}{_GUARD}" for c in found[0]), text)
 
     @cached_property
-    def _guarded(self) -> tuple[re.Pattern[str], tuple[str, ...], tuple[str, ...]]:
-        """What finds the tokens that messages must not spell, and the proper beginnings and ends of these."""
+    def _guarded(self) -> tuple[re.Pattern[str], set[str], set[str], int]:
+        """What finds the tokens that messages must not spell, their beginnings and ends, and the longest's length."""
         from freewheel.models.chat_template import is_marker
 
         added = {id: text for id in self._added_ids if (text := self.token_text(id))}
-        texts = [text for id, text in added.items() if id in self.special_ids]
-        for source in self._chat_templates.values():
-            texts += [text for id, text in added.items() if id not in self.special_ids and is_marker(text, source)]
+        named = set(self._named_tokens.values())
+        sources = self._chat_templates.values()
+        texts = [
+            text
+            for id, text in added.items()
+            if id in self.special_ids or text in named or any(is_marker(text, source) for source in sources)
+        ]
         texts.sort(key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        # One part of each cut has the token's punctuation. Letters alone end or begin too much, roles above all.
         cuts = [(text[:cut], text[cut:]) for text in texts for cut in range(1, len(text))]
-        return pattern, tuple({head for head, _ in cuts}), tuple({tail for _, tail in cuts})
+        heads = {head for head, _ in cuts if not head.isalnum()}
+        tails = {tail for _, tail in cuts if not tail.isalnum()}
+        return pattern, heads, tails, max(map(len, texts), default=0)
 
 
 def strip_spaces(text: str, count: int) -> str:
