@@ -118,7 +118,7 @@ def _first_page(length: int, window: int | None, page_size: int) -> int:
 def _width(length: int, window: int | None, page_size: int) -> int:
     """Slots to gather for a decode row: few different widths, at most half of it padding, none of it from neighbours.
 
-    80, 144, 208, 272, 400, 528, 784, ...: a batch of mixed lengths falls into few groups. The odd multiples of 16 keep the
+    80, 144, 208, 272, 400, 528, 784, ...: a batch of mixed lengths falls into few groups. Odd multiples of 16 keep the
     heads' memory from starting at the same place in the processor's cache.
     """
     slots = length - _first_page(length, window, page_size) * page_size
