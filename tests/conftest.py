@@ -1,5 +1,10 @@
 """Fixtures that several parts share."""
 
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are the parallelism: more threads only wait
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+
 from pathlib import Path
 
 import pytest
