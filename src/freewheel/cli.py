@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Type = Callable[[str], Any]
 
+BEGAN = time.perf_counter()
 DEFAULT_MAX_TOKENS = 512
 
 
@@ -147,8 +148,7 @@ def sampling_params(args: argparse.Namespace) -> "SamplingParams":
 
 
 def load(args: argparse.Namespace) -> "tuple[LLM, dict[str, float]]":
-    """The model that ``args`` names, and the seconds that imports and loading took."""
-    start = time.perf_counter()
+    """The model that ``args`` names, and the seconds that imports (all since the command began) and loading took."""
     if args.threads is not None:
         if args.threads < 1:
             raise ValueError(f"threads: {args.threads} is not at least 1")
@@ -159,7 +159,7 @@ def load(args: argparse.Namespace) -> "tuple[LLM, dict[str, float]]":
 
     imported = time.perf_counter()
     llm = LLM(args.model, dtype=args.dtype, device=args.device, max_model_len=args.max_model_len, max_num_seqs=16)
-    return llm, {"import_s": imported - start, "load_s": time.perf_counter() - imported}
+    return llm, {"import_s": imported - BEGAN, "load_s": time.perf_counter() - imported}
 
 
 def conversation(args: argparse.Namespace) -> list[dict[str, str]]:
