@@ -42,5 +42,5 @@ def make_tiny_llama(folder: Path, *, vocab_padding: int = 0, context: int = 256)
         initializer_range=0.4,  # wide enough that greedy choices are far apart
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    LlamaForCausalLM(config).save_pretrained(folder)
     return folder

@@ -95,12 +95,11 @@ def _plan_decode(
 ) -> _Decode:
     kv_heads, _, page_size, head_dim = cache.shape[1:]
     length = torch.tensor(lengths, device=cache.device)[:, None]
-    first_page = torch.tensor([_first_page(length, window, page_size) for length in lengths], device=cache.device)[
-        :, None
-    ]
+    first_pages = [_first_page(length, window, page_size) for length in lengths]
+    first_page = torch.tensor(first_pages, device=cache.device)[:, None]
 
     position = first_page * page_size + torch.arange(width, device=cache.device)
-    mask = _mask(length - 1 - position, window, cache.dtype).repeat_interleave(kv_heads, dim=0)[:, None, :]
+    mask = _mask(length - 1 - position, window, cache.dtype)[:, None].expand(-1, kv_heads, -1).reshape(-1, 1, width)
 
     # Columns past a sequence's end repeat its own last page: what is masked must at least be finite.
     columns = torch.arange(-(-width // page_size), device=cache.device)
@@ -145,7 +144,7 @@ def _mask(distance: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     hidden = distance < 0
     if window:
         hidden |= distance >= window
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+    return distance.new_zeros(distance.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def _block_index(pages: Tensor, cache: Tensor) -> Tensor:
