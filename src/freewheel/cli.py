@@ -296,7 +296,7 @@ def run_models(args: argparse.Namespace) -> None:
     print(f"cache: {cache_folder()}")
     for name, builtin in BUILTIN.items():
         where = cached[name].path if name in cached else "not cached, fetched on first use"
-        print(f"  {name:14}{builtin.nbytes / 1e6:8.1f} MB  {where}")
+        print(f"  {name:14}{builtin.nbytes / 1e6:8.1f} MB  {builtin.title}: {where}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
