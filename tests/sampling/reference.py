@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from freewheel.sampling import SamplingParams
+from freewheel.sampling.rng import philox
 
 
 def edited_logits(
@@ -67,3 +68,31 @@ def probabilities(values: np.ndarray, params: SamplingParams) -> np.ndarray:
     result = np.zeros(len(values))
     result[list(kept)] = np.array(list(kept.values())) / math.fsum(kept.values())
     return result
+
+
+def two_level(values: np.ndarray, params: SamplingParams, seed: int, position: int) -> int:
+    """The token that the two-level draw takes: the first attempt that truncation keeps, or the last resort."""
+    kept = survivors(values, params)
+    if not params.top_k:
+        for attempt in range(4 if params.top_p < 1 or params.min_p > 0 else 1):
+            token = _plain(values, params.temperature, *_uniforms(seed, position, attempt)[:2])
+            if token in kept:
+                return token
+    return list(kept)[_inverse(list(kept.values()), _uniforms(seed, position, 0)[2])]
+
+
+def _plain(values: np.ndarray, temperature: float, first: float, second: float) -> int:
+    """A block of 256 tokens by its mass, then one of its tokens."""
+    weights = np.exp((values - values.max()) / temperature)
+    starts = range(0, len(values), 256)
+    start = starts[_inverse([math.fsum(weights[at : at + 256]) for at in starts], first)]
+    return start + _inverse(weights[start : start + 256], second)
+
+
+def _uniforms(seed: int, position: int, lane: int) -> list[float]:
+    return [(word + 0.5) / 2**32 for word in philox(seed, position, lane)]
+
+
+def _inverse(weights: Sequence[float] | np.ndarray, u: float) -> int:
+    """The first index at which the sum so far exceeds u times the whole."""
+    return int(np.argmax(np.cumsum(weights) > u * math.fsum(weights)))

@@ -10,6 +10,7 @@ from drawing import Draw, p_value, sample_many
 from reference import edited_logits, probabilities, total_order
 
 from freewheel.sampling import Sampler, SampleRows, SamplingParams, SamplingState, Status
+from freewheel.sampling.draw import BLOCK
 
 VOCAB = 97
 
@@ -132,7 +133,7 @@ def test_draws_follow_the_distribution(draw: Draw, fields: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("draw", ["two_level", "gumbel", "multinomial"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [1023, 1024, 1025, 3 * 1024 + 5])
+@pytest.mark.parametrize("vocab", [BLOCK - 1, BLOCK, BLOCK + 1, 12 * BLOCK + 5])
 def test_draws_from_several_blocks_follow_the_distribution(vocab: int, dtype: torch.dtype, draw: Draw) -> None:
     generator = np.random.default_rng(vocab)
     logits = torch.from_numpy(generator.normal(size=vocab) * 3).to(dtype)
@@ -144,16 +145,16 @@ def test_draws_from_several_blocks_follow_the_distribution(vocab: int, dtype: to
 
 @pytest.mark.parametrize("draw", ["two_level", "gumbel", "multinomial"])
 def test_blocks_are_drawn_by_their_mass_whatever_their_shape(draw: Draw) -> None:
-    logits = torch.full((4 * 1024 + 1,), -math.inf)
-    logits[:1024] = 0.0
-    logits[1500] = math.log(1024)
-    logits[2048:3072] = torch.linspace(-20, math.log(100), 1024)
-    logits[4096] = math.log(500)
+    logits = torch.full((4 * BLOCK + 1,), -math.inf)
+    logits[:BLOCK] = 0.0
+    logits[BLOCK + 100] = math.log(BLOCK)
+    logits[2 * BLOCK : 3 * BLOCK] = torch.linspace(-20, math.log(25), BLOCK)
+    logits[4 * BLOCK] = math.log(125)
     expected = probabilities(logits.double().numpy(), SamplingParams())
     torch.manual_seed(5)
     tokens = sample_many(logits, SamplingParams(), 1500, draw=draw)
-    masses = np.add.reduceat(expected, range(0, len(expected), 1024))
-    assert p_value(tokens // 1024, masses) > 1e-3
+    masses = np.add.reduceat(expected, range(0, len(expected), BLOCK))
+    assert p_value(tokens // BLOCK, masses) > 1e-3
     assert p_value(tokens, expected) > 1e-3
 
 

@@ -9,7 +9,7 @@ from drawing import Draw
 from torch import Tensor
 
 from freewheel.sampling import Sampler, SampleRows, Samples, SamplingParams, SamplingState, Status
-from freewheel.sampling.draw import Gumbel, block_maxima, gumbel_noise
+from freewheel.sampling.draw import BLOCK, Gumbel, block_maxima, gumbel_noise
 from freewheel.sampling.draw import _block_sums as block_sums
 
 VOCAB = 3 * 1024 + 77
@@ -86,7 +86,7 @@ def test_rows_are_bit_identical_in_every_batch(state: SamplingState, dtype: torc
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_block_statistics_have_the_same_bits_in_every_batch(threads: int) -> None:
-    logits = torch.randn(64, 9 * 1024 + 77, generator=torch.Generator().manual_seed(2)) * 3
+    logits = torch.randn(64, 36 * BLOCK + 77, generator=torch.Generator().manual_seed(2)) * 3
     temperatures = torch.full((64,), 0.8, dtype=torch.float64)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -12,7 +12,8 @@ from reference import probabilities, total_order
 from torch import Tensor
 
 from freewheel.sampling import SamplingParams, Status
-from freewheel.sampling.truncation import GROUP, leading, survivors
+from freewheel.sampling.draw import BLOCK
+from freewheel.sampling.truncation import GROUP, Limits, keeps, leading, survivors
 
 BELOW_ONE = math.nextafter(1.0, 0.0)
 
@@ -107,10 +108,11 @@ def test_extreme_temperatures(temperature: float, fields: dict[str, Any]) -> Non
     assert -math.inf < float(samples.logprobs.token_logprobs) <= 0
 
 
-@pytest.mark.parametrize("vocab", [1, 2, GROUP, 1023, 1024, 1025, 2048, 2049, 5000])
+@pytest.mark.parametrize("vocab", [1, 2, GROUP, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 5000])
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}], ids=str)
 def test_one_finite_logit_is_drawn_wherever_it_is(vocab: int, fields: dict[str, Any]) -> None:
-    places = sorted({0, 63, 64, 1023, 1024, 2047, 2048, vocab // 2, vocab - 2, vocab - 1} & set(range(vocab)))
+    edges = {edge for size in (GROUP, BLOCK, 2 * BLOCK) for edge in (size - 1, size)}
+    places = sorted({0, *edges, vocab // 2, vocab - 2, vocab - 1} & set(range(vocab)))
     logits = torch.full((len(places), vocab), -math.inf)
     logits[range(len(places)), places] = -7.0
     for dtype in (torch.float32, torch.bfloat16):
@@ -135,7 +137,7 @@ def test_top_p_just_below_one_keeps_the_mass_it_promises(top_p: float) -> None:
     generator = torch.Generator().manual_seed(8)
     logits = torch.stack([torch.randn(40_000, generator=generator) * spread for spread in (0.01, 3.0)])
     for row in logits:
-        ids, scores = survivors(row, 1.0, len(row), top_p, 0.0)
+        ids, scores = survivors(row, Limits(1.0, len(row), top_p, 0.0))
         weights = np.sort(np.exp(row.double().numpy() - float(row.max())))[::-1]
         needed = int(np.searchsorted(np.cumsum(weights), top_p * np.sum(weights))) + 1
         # Rounding in the sums, 1e-15 of the whole, may be worth some of the lightest tokens.
@@ -163,5 +165,17 @@ def test_mass_over_two_hundred_thousand_tokens(fields: dict[str, Any]) -> None:
     assert p_value(torch.from_numpy(tokens // (size // 10)), np.full(10, 0.1)) > 1e-3
     assert len(set(tokens.tolist())) > 95
     if "top_p" in fields:
-        ids, _ = survivors(torch.zeros(vocab), 1.0, vocab, 0.9, 0.0)
+        ids, _ = survivors(torch.zeros(vocab), Limits(1.0, vocab, 0.9, 0.0))
         assert abs(len(ids) - size) <= 1
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top_p": 0.3}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_p": 0.8, "min_p": 0.1}], ids=str
+)
+@pytest.mark.parametrize("kind", ["apart", "tied", "flat"])
+def test_a_token_is_kept_if_it_is_among_the_survivors(kind: str, fields: dict[str, Any]) -> None:
+    logits = torch.randn(100, generator=torch.Generator().manual_seed(10)) * 3
+    logits = {"apart": logits, "tied": logits.round(), "flat": torch.zeros(100)}[kind]
+    limits = Limits(0.7, len(logits), fields.get("top_p", 1.0), fields.get("min_p", 0.0))
+    kept = [token for token in range(len(logits)) if keeps(logits, torch.tensor(token), limits)]
+    assert kept == sorted(survivors(logits, limits)[0].tolist())

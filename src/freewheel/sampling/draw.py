@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from freewheel.sampling.rng import NOISE, philox, uniform, uniforms
+from freewheel.sampling.truncation import Limits, keeps, survivors
 
-BLOCK = 1024
+BLOCK = 256
+ATTEMPTS = 4
 
 
 class Draw(Protocol):
@@ -27,14 +29,14 @@ class Draw(Protocol):
         """
         ...
 
-    def survivors(self, ids: Tensor, scores: Tensor, seed: int, position: int) -> Tensor:
-        """Draw from what truncation left of one row.
+    def truncated(self, logits: Tensor, maxima: Tensor, limits: Limits, seed: Tensor, position: Tensor) -> Tensor:
+        """Draw from what truncation leaves of one row.
 
         Args:
-            ids: int64 [n], in the total order.
-            scores: float64 [n], log weights, the largest of them 0.
-            seed: signed 64-bit integer.
-            position: absolute position of the token.
+            logits: [1, vocab], any float type, with a finite maximum.
+            maxima: float32 [1, blocks], from ``block_maxima``.
+            limits: temperature above 0, and a limit that may drop tokens.
+            seed, position: int64 [1].
 
         Returns:
             the token id, int64 [].
@@ -45,22 +47,40 @@ class Draw(Protocol):
 class TwoLevel:
     """Pick a block of the vocabulary with one uniform number, then a token inside it with another.
 
-    Reads the logits once, and one block of them again; no noise per token. Truncated rows take one uniform number
-    through the inverse of their cumulative distribution.
+    Reads the logits once, and one block of them again; no noise per token.
+
+    A row that top-p or min-p truncates, and not top-k, draws from the whole row, up to ``ATTEMPTS`` times, until the
+    token is among those that are kept: whether it is takes a comparison and a sum, not a sort. Such a token has the
+    distribution of the kept ones. So has the last resort, and the only way of a row with top-k: the inverse of the kept
+    tokens' cumulative distribution in the total order, at a uniform number that no attempt uses. Hence the whole is
+    exact, however many attempts fail.
     """
 
     def rows(self, logits: Tensor, maxima: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        first, second = uniforms(seeds, positions)
+        return self._attempt(logits, maxima, temperatures, seeds, positions, 0)
+
+    def truncated(self, logits: Tensor, maxima: Tensor, limits: Limits, seed: Tensor, position: Tensor) -> Tensor:
+        if limits.top_k == logits.shape[1]:
+            temperature = maxima.new_tensor([limits.temperature], dtype=torch.float64)
+            for attempt in range(ATTEMPTS):
+                [token] = self._attempt(logits, maxima, temperature, seed, position, attempt)
+                if keeps(logits[0], token, limits):
+                    return token
+        ids, scores = survivors(logits[0], limits)
+        _, _, third, _ = philox(seed, position)
+        return ids[_invert(scores.exp()[None], uniform(third))[0]]
+
+    @staticmethod
+    def _attempt(
+        logits: Tensor, maxima: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, attempt: int
+    ) -> Tensor:
+        first, second = uniforms(seeds, positions, attempt)
         peaks = maxima.amax(1, keepdim=True)
         sums = _block_sums(logits, maxima, temperatures).double()
         weights = sums * ((maxima.double() - peaks) / temperatures[:, None]).exp()
         blocks = _invert(weights, first)
         inside = block_values(logits, blocks).double() - maxima.gather(1, blocks[:, None])
         return blocks * BLOCK + _invert((inside / temperatures[:, None]).exp(), second)
-
-    def survivors(self, ids: Tensor, scores: Tensor, seed: int, position: int) -> Tensor:
-        first, _, _, _ = philox(seed, position)
-        return ids[_invert(scores.exp()[None], uniform(torch.tensor([first], device=ids.device)))[0]]
 
 
 class Gumbel:
@@ -75,8 +95,9 @@ class Gumbel:
         scores = (logits.double() - maxima.amax(1, keepdim=True)) / temperatures[:, None]
         return (scores + gumbel_noise(words)).argmax(1)
 
-    def survivors(self, ids: Tensor, scores: Tensor, seed: int, position: int) -> Tensor:
-        words = self._words(ids.new_tensor(seed), ids.new_tensor(position), ids >> 2)
+    def truncated(self, logits: Tensor, maxima: Tensor, limits: Limits, seed: Tensor, position: Tensor) -> Tensor:
+        ids, scores = survivors(logits[0], limits)
+        words = self._words(seed, position, ids >> 2)
         return ids[(scores + gumbel_noise(words.gather(1, (ids & 3)[:, None])[:, 0])).argmax()]
 
     @staticmethod
@@ -92,7 +113,8 @@ class Multinomial:
         scores = (logits.float() - maxima.amax(1, keepdim=True)) / temperatures[:, None].float()
         return scores.softmax(1).multinomial(1)[:, 0]
 
-    def survivors(self, ids: Tensor, scores: Tensor, seed: int, position: int) -> Tensor:
+    def truncated(self, logits: Tensor, maxima: Tensor, limits: Limits, seed: Tensor, position: Tensor) -> Tensor:
+        ids, scores = survivors(logits[0], limits)
         return ids[scores.exp().multinomial(1)[0]]
 
 

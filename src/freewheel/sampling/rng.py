@@ -69,13 +69,13 @@ def uniform(words: Tensor) -> Tensor:
     return (words.double() + 0.5) * 2.0**-32
 
 
-def uniforms(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def uniforms(seeds: Tensor, positions: Tensor, lane: int = 0) -> tuple[Tensor, Tensor]:
     """The two uniform numbers of each row's draw, float64 [rows] each, from seeds and positions int64 [rows]."""
     if seeds.device.type == "cpu":
         # A few rows cost nothing but the dispatch of 140 operations, and NumPy's is four times cheaper.
-        first, second, _, _ = map(torch.from_numpy, philox(seeds.numpy(), positions.numpy()))
+        first, second, _, _ = map(torch.from_numpy, philox(seeds.numpy(), positions.numpy(), lane))
     else:
-        first, second, _, _ = philox(seeds, positions)
+        first, second, _, _ = philox(seeds, positions, lane)
     return uniform(first), uniform(second)
 
 

@@ -1,6 +1,6 @@
 """From logits to tokens."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf, isfinite
@@ -13,7 +13,7 @@ from freewheel.sampling.draw import Draw, Gumbel, Multinomial, TwoLevel, block_m
 from freewheel.sampling.logprobs import Logprobs, describe
 from freewheel.sampling.state import LOGPROBS, PROCESSED, RANDOM, TRUNCATED, SamplingState
 from freewheel.sampling.transforms import transform
-from freewheel.sampling.truncation import survivors
+from freewheel.sampling.truncation import Limits, survivors
 
 
 class Status(IntEnum):
@@ -142,29 +142,27 @@ class Sampler:
                 logits[group], maxima[group], state.temperatures[keys], state.seeds[keys], positions[group]
             )
         if members := [row for row, kind in enumerate(kinds) if kind == RANDOM | TRUNCATED]:
-            keys = slots[members]
-            for row, limits, seed, position in zip(
-                members, self._limits(keys), state.seeds[keys].tolist(), positions[members].tolist()
-            ):
-                tokens[row] = self._draw.survivors(*survivors(logits[row], *limits), seed, position)
+            for row, limits in zip(members, self._limits(slots[members])):
+                at = slice(row, row + 1)
+                tokens[row] = self._draw.truncated(
+                    logits[at], maxima[at], limits, state.seeds[slots[at]], positions[at]
+                )
         return tokens, statuses
 
-    def _limits(self, slots: Tensor) -> Iterable[tuple[float, int, float, float]]:
+    def _limits(self, slots: Tensor) -> Iterator[Limits]:
         """Temperature, top-k, top-p and min-p of each slot."""
         state = self.state
-        return zip(
-            *(setting[slots].tolist() for setting in (state.temperatures, state.top_k, state.top_p, state.min_p))
-        )
+        columns = (state.temperatures, state.top_k, state.top_p, state.min_p)
+        return map(Limits._make, zip(*(column[slots].tolist() for column in columns)))
 
     def _processed(self, logits: Tensor, slot: Tensor) -> Tensor:
         """The scores of one row after everything, [vocab]; a greedy row is left at temperature 1, untruncated."""
         [limits] = self._limits(slot[None])
-        temperature = limits[0]
-        if temperature == 0.0:
+        if limits.temperature == 0.0:
             return logits
         if not int(self.state.needs[slot]) & TRUNCATED:
-            return (logits.double() - logits.max()) / temperature
-        ids, kept = survivors(logits, *limits)
+            return (logits.double() - logits.max()) / limits.temperature
+        ids, kept = survivors(logits, limits)
         return torch.full_like(logits, -torch.inf, dtype=torch.float64).index_put_((ids,), kept)
 
 

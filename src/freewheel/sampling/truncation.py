@@ -5,11 +5,28 @@ few candidates, and only these are sorted.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 GROUP = 64
+
+
+class Limits(NamedTuple):
+    """What one row asks.
+
+    Attributes:
+        temperature: above 0.
+        top_k: 1 to vocab; vocab keeps all.
+        top_p: in (0, 1]; 1 keeps all.
+        min_p: 0 to 1; 0 keeps all.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
 
 
 def leading(scores: Tensor, count: int) -> Tensor:
@@ -22,20 +39,36 @@ def leading(scores: Tensor, count: int) -> Tensor:
     return _ordered(scores, maxima.topk(count).values[-1])[:count]
 
 
-def survivors(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
+def keeps(logits: Tensor, token: Tensor, limits: Limits) -> bool:
+    """Whether top-p and min-p keep the token: it is among the ``survivors`` of limits without top-k.
+
+    Top-p keeps the tokens before which less than its share of the mass lies, in the total order. That takes a sum over
+    the row, but no sort.
+
+    Args:
+        logits: [vocab], any float type, without NaN and +inf.
+        token: int64 [], an id with a finite logit.
+        limits: with ``top_k`` vocab.
+    """
+    score = logits[token]
+    weights = ((logits.double() - logits.max()) / limits.temperature).exp_()
+    before = (logits > score) | ((logits == score) & (torch.arange(len(logits), device=logits.device) < token))
+    in_nucleus = limits.top_p == 1.0 or bool(weights[before].sum() < limits.top_p * weights.sum())
+    return in_nucleus and bool(weights[token] >= limits.min_p)
+
+
+def survivors(logits: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
     """What top-k, then top-p, then min-p leave of one row.
 
     Args:
         logits: [vocab], any float type, without NaN and +inf, at least one finite.
-        temperature: above 0.
-        top_k: 1 to vocab; vocab keeps all.
-        top_p: in (0, 1]; 1 keeps all.
-        min_p: 0 to 1; 0 keeps all.
+        limits: what the row asks.
 
     Returns:
         ids int64 [n] in the total order, n at least 1, and their logits divided by the temperature, relative to the
         largest: float64 [n], 0 first.
     """
+    temperature, top_k, top_p, min_p = limits
     vocab, peak = len(logits), logits.max().double()
     mass = None
     if top_k < vocab:

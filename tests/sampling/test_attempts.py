@@ -1,0 +1,92 @@
+"""The two-level draw of a truncated row: attempts at the whole row first, then what is left, by one more number."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drawing import p_value, sample_many
+from reference import probabilities, survivors, two_level
+from torch import Tensor
+
+from freewheel.sampling import SamplingParams
+from freewheel.sampling.draw import ATTEMPTS, BLOCK, TwoLevel
+
+SEED = 7
+COUNT = 400
+LIMITS: list[dict[str, Any]] = [
+    {"top_p": 0.95},
+    {"top_p": 0.5},
+    {"top_p": 0.01},
+    {"min_p": 0.02},
+    {"min_p": 0.9},
+    {"top_p": 0.6, "min_p": 0.1},
+    {"top_k": 3},
+    {"top_k": 40, "top_p": 0.8},
+    {"top_k": 40, "min_p": 0.05},
+]
+
+
+def row(dtype: torch.dtype = torch.float32) -> Tensor:
+    """Logits of three blocks and a bit, with ties."""
+    logits = torch.randn(3 * BLOCK + 77, generator=torch.Generator().manual_seed(0)) * 2
+    logits[5::50] = logits[5]
+    return logits.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fields", [{}, *LIMITS], ids=str)
+def test_tokens_are_those_of_the_rule(fields: dict[str, Any], dtype: torch.dtype) -> None:
+    logits, params = row(dtype), SamplingParams(temperature=0.8, **fields)
+    tokens = sample_many(logits, params, COUNT, seed=SEED)
+    values = logits.double().numpy()
+    assert tokens.tolist() == [two_level(values, params, SEED, position) for position in range(1, COUNT + 1)]
+
+
+@pytest.mark.parametrize("fields", LIMITS, ids=str)
+def test_tokens_follow_the_distribution_whichever_way_they_came(fields: dict[str, Any]) -> None:
+    params = SamplingParams(**fields)
+    tokens = sample_many(row(), params, 3000)
+    assert p_value(tokens, probabilities(row().double().numpy(), params)) > 1e-3
+
+
+def test_a_limit_without_top_k_leaves_the_plain_draw_wherever_it_keeps_it() -> None:
+    plain = sample_many(row(), SamplingParams(), COUNT)
+    limited = SamplingParams(top_p=0.7)
+    kept = torch.isin(plain, torch.tensor(list(survivors(row().double().numpy(), limited))))
+    assert 0.6 < kept.double().mean() < 0.8
+    assert torch.equal(sample_many(row(), limited, COUNT)[kept], plain[kept])
+    assert not torch.equal(
+        sample_many(row(), SamplingParams(top_k=len(row()) - 1, top_p=0.7), COUNT)[kept], plain[kept]
+    )
+
+
+def test_attempts_end_with_the_first_token_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    attempt = TwoLevel._attempt
+
+    def counted(*arguments: Any) -> Tensor:
+        made.append(arguments[-1])
+        return attempt(*arguments)
+
+    monkeypatch.setattr(TwoLevel, "_attempt", staticmethod(counted))
+    logits = torch.tensor([0.0, math.log(3)])
+
+    def attempts(**fields: Any) -> list[int]:
+        made.clear()
+        sample_many(logits, SamplingParams(**fields), 1, seed=SEED)
+        return made.copy()
+
+    assert attempts(top_p=0.99) == [0]
+    assert attempts(top_k=1) == []
+    assert attempts(top_k=2, min_p=0.1) == [0]  # top-k keeps the whole vocabulary
+    rejected = [
+        position for position in range(1, COUNT) if two_level(logits.numpy(), SamplingParams(), SEED, position) == 0
+    ]
+    assert 0.2 < len(rejected) / COUNT < 0.3
+    made.clear()
+    assert (sample_many(logits, SamplingParams(top_p=0.5), COUNT, seed=SEED) == 1).all()
+    shares = np.bincount(made, minlength=ATTEMPTS) / COUNT
+    np.testing.assert_allclose(shares, 0.25 ** np.arange(ATTEMPTS), atol=0.05)
+    assert len(shares) == ATTEMPTS
