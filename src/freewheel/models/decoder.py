@@ -101,7 +101,7 @@ class Decoder:
             hidden = hidden * spec.embedding_scale
         for layer, cache in zip(self.layers, kv, strict=True):
             hidden = layer(hidden, cache, rotations[layer.rope], plans[layer.window])
-        logits = self.head(self.norm(hidden[batch.logit_rows]))
+        logits = self.head(self.norm(hidden.index_select(0, batch.logit_rows)))
         if spec.logit_softcap is not None:
             logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
         return logits
@@ -153,7 +153,7 @@ class _Layer:
         return hidden.add_(mixed)
 
     def attend(self, hidden: Tensor, cache: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
-        qkv = self.qkv(hidden).to(hidden.dtype).unflatten(1, (-1, self.head_dim))
+        qkv = self.qkv(hidden).type_as(hidden).view(len(hidden), -1, self.head_dim)
         query_key = qkv[:, : self.num_heads + self.num_kv_heads]
         if self.qk_norm is not None:
             query_key.copy_(self.qk_norm(query_key))

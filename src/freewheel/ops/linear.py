@@ -152,7 +152,7 @@ class _Int4:
 
     def __call__(self, x: Tensor) -> Tensor:
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-        y = multiply(x.to(torch.bfloat16), self.weight, self.group, self.scales)
+        y = multiply(x.bfloat16(), self.weight, self.group, self.scales)
         return y if self.bias is None else y.add_(self.bias)
 
 
@@ -200,7 +200,7 @@ class _Int8:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = _rotate(x.to(torch.float32), self.rotation)
+        x = _rotate(x.float(), self.rotation)
         # A row of zeros divides by zero, but whatever integers come of that are multiplied by zero in the end.
         scale = _largest(x)
         y = _fbgemm_multiply(x.div_(scale), self.weight, self.levels).mul_(scale)
