@@ -47,7 +47,7 @@ class MockDecoder:
         first = 0
         for pages, rows, length in zip(batch.page_table, batch.row_counts, batch.kv_lengths):
             positions = torch.arange(length)
-            places = pages[positions // page_size] * page_size + positions % page_size
+            places = torch.tensor(pages)[positions // page_size] * page_size + positions % page_size
             assert batch.positions[first : first + rows].tolist() == list(range(length - rows, length))
             assert torch.equal(values[places], positions + 1), "a place in the cache was not written for this history"
             history = keys[places].numpy()
@@ -92,7 +92,7 @@ def make_engine(
         seed=seed,
         draw=draw,
     )
-    pool = KVPool(storage, slots=slots, max_length=max_model_len)
+    pool = KVPool(storage, slots=slots)
     engine = Engine(decoder, pool, config, max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids={EOS})
     return engine, decoder
 

@@ -48,15 +48,15 @@ def test_the_free_memory_of_this_machine_is_known() -> None:
 
 
 def test_page_tables_are_written_from_an_entry_on() -> None:
-    pool = KVPool(torch.zeros(1, 2, 1, 8, 4, 1), slots=2, max_length=10)
+    pool = KVPool(torch.zeros(1, 2, 1, 8, 4, 1), slots=2)
     pool.set_pages(1, 0, [5, 6])
     pool.set_pages(1, 2, [7])
-    assert pool.page_table.tolist() == [[0, 0, 0], [5, 6, 7]]
+    assert pool.page_table == [[], [5, 6, 7]]
     assert (pool.num_pages, pool.page_size) == (8, 4)
 
 
 def test_cleared_pages_hold_nothing_of_their_last_holder_and_others_are_left() -> None:
-    pool = KVPool(torch.full((3, 2, 2, 8, 4, 5), torch.nan), slots=2, max_length=10)
+    pool = KVPool(torch.full((3, 2, 2, 8, 4, 5), torch.nan), slots=2)
     pool.clear([6, 1])
     for layer in pool.layers:
         assert not layer[:, :, [1, 6]].any()

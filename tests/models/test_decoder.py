@@ -119,12 +119,11 @@ class Sequences:
                 pages.append(self.free.pop())
             positions += range(start, start + len(new))
             slots += [pages[p // PAGE] * PAGE + p % PAGE for p in range(start, start + len(new))]
-        tables = [torch.tensor(self.pages[sequence]) for sequence in tokens]
         batch = RowBatch(
             token_ids=torch.tensor([token for new in tokens.values() for token in new]),
             positions=torch.tensor(positions),
             kv_slots=torch.tensor(slots),
-            page_table=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+            page_table=[self.pages[sequence] for sequence in tokens],
             logit_rows=torch.arange(len(positions)),
             row_counts=tuple(len(new) for new in tokens.values()),
             kv_lengths=tuple(self.lengths[sequence] for sequence in tokens),

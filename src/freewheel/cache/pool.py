@@ -77,24 +77,24 @@ class KVPool:
     Args:
         storage: [layers, 2 (keys, values), kv_heads, num_pages, page_size, head_dim]; need not be initialised.
         slots: sequences that can run at once.
-        max_length: most tokens of a sequence.
 
     Attributes:
         layers: each layer's part of the storage.
-        page_table: int64 [slots, max_pages], page numbers in position order; what lies behind a sequence's last page is
-            left over from earlier ones and never read.
+        device: where the storage is.
+        page_table: for each slot its page numbers in position order; what lies behind a sequence's last page is left
+            over from earlier ones and never read. On the host, where steps are planned.
     """
 
-    def __init__(self, storage: Tensor, *, slots: int, max_length: int) -> None:
+    def __init__(self, storage: Tensor, *, slots: int) -> None:
         self._storage = storage
         self.layers = list(storage)
         self.num_pages, self.page_size = storage.shape[3:5]
-        max_pages = -(-max_length // self.page_size)
-        self.page_table = torch.zeros(slots, max_pages, dtype=torch.int64, device=storage.device)
+        self.device = storage.device
+        self.page_table: list[list[int]] = [[] for _ in range(slots)]
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Write a slot's pages from entry ``first`` on."""
-        self.page_table[slot, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int64)
+        self.page_table[slot][first : first + len(pages)] = pages
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages for a new holder.

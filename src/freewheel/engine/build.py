@@ -27,7 +27,7 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
     storage = torch.empty(spec.num_layers, *shape, dtype=decoder.dtype, device=decoder.device)
     return Engine(
         decoder,
-        KVPool(storage, slots=config.max_num_seqs, max_length=size.max_model_len),
+        KVPool(storage, slots=config.max_num_seqs),
         config,
         max_model_len=size.max_model_len,
         vocab_size=spec.vocab_size,

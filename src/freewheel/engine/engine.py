@@ -71,7 +71,7 @@ class Engine:
             vocab_size,
             max_model_len,
             valid_vocab_size=valid_vocab_size,
-            device=pool.page_table.device,
+            device=pool.device,
         )
         self._runner = Runner(decoder, pool, Sampler(self._state, draw=config.draw))
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -209,7 +209,7 @@ class Engine:
         queued = {sequence.key for sequence in self._waiting}
         assert known == parked | queued | self._running.keys(), "a sequence is lost"
         for sequence in self._running.values():
-            row = self._pool.page_table[sequence.slot, : len(sequence.pages)].tolist()
+            row = self._pool.page_table[sequence.slot][: len(sequence.pages)]
             assert row == sequence.pages, "a page table differs from what its sequence holds"
             size = self._pool.page_size
             assert sequence.computed <= len(sequence.pages) * size

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,67 +89,71 @@ class Runner:
         self._decoder = decoder
         self._pool = pool
         self._sampler = sampler
-        self._device = pool.page_table.device
+        self._device = pool.device
 
     @torch.inference_mode()
     def launch(self, spans: Sequence[Span]) -> Launched:
         """Run the spans' rows and draw. Tokens are appended to the sampling state."""
         state = self._sampler.state
-        sampled = [index for index, span in enumerate(spans) if span.sample]
-        batch, slots, positions = self._batch(spans, sampled)
+        batch, slots, following = self._batch(spans)
         logits = self._decoder.forward(batch, self._pool.layers)
 
-        # The token to draw comes after the row that predicts it.
-        rows = SampleRows(slots[: len(sampled)], positions[: len(sampled)] + 1)
-        samples = None
-        if sampled:
-            samples = self._sampler.sample(logits[: len(sampled)], rows)
+        first = sum(span.sample for span in spans)
+        rows = SampleRows(slots[:first], following[:first])
+        samples = self._sampler.sample(logits[:first], rows) if first else None
         scores = []
-        first = len(sampled)
         for span in spans:
             if span.scored:
                 last = first + len(span.scored)
-                following = state.history[slots[first:last], positions[first:last] + 1]
+                tokens = state.history[slots[first:last], following[first:last]]
                 valid = logits[first:last, : state.valid_vocab_size]
-                scores.append((following, prompt_logprobs(valid, following, span.alternatives)))
+                scores.append((tokens, prompt_logprobs(valid, tokens, span.alternatives)))
                 first = last
         if samples is not None:  # last: after an exception the state is as before
             state.append(rows.slots, rows.positions, samples.tokens)
         return Launched(samples, scores)
 
-    def _batch(self, spans: Sequence[Span], sampled: Sequence[int]) -> tuple[RowBatch, Tensor, Tensor]:
-        """The rows, and slots and positions of those whose logits are wanted: sampled ones first, then scored ones."""
-        counts = [span.rows for span in spans]
-        lengths = [span.start + span.rows for span in spans]
-        ends = np.cumsum(counts)
-        slots = np.array([span.slot for span in spans])
-        positions = np.arange(ends[-1]) + np.repeat(np.array(lengths) - ends, counts)
-        wanted = ends[sampled] - 1
-        if any(span.scored for span in spans):
-            scored = [
-                np.arange(span.scored.start, span.scored.stop) - length + end
-                for span, length, end in zip(spans, lengths, ends)
-            ]
-            wanted = np.concatenate([wanted, *scored])
+    def _batch(self, spans: Sequence[Span]) -> tuple[RowBatch, Tensor, Tensor]:
+        """The rows, and for those whose logits are wanted their slot and the position that follows: sampled ones first,
+        then scored ones.
 
-        page_size, page_table = self._pool.page_size, self._pool.page_table
-        max_pages = -(-max(lengths) // page_size)
-        slots_at, positions_at, wanted_at = (self._upload(array) for array in (slots, positions, wanted))
-        row_slots = slots_at if len(positions) == len(slots) else self._upload(np.repeat(slots, counts))
-        pages = page_table[row_slots, positions_at // page_size]
-        batch = RowBatch(
-            token_ids=self._sampler.state.history[row_slots, positions_at],
-            positions=positions_at,
-            kv_slots=pages * page_size + positions_at % page_size,
-            page_table=page_table[slots_at, :max_pages],
-            logit_rows=wanted_at,
-            row_counts=tuple(counts),
-            kv_lengths=tuple(lengths),
+        Lists rather than arrays: between two forward passes the code of every operation has left the processor's
+        cache, so that each different one costs 10 to 40 us.
+        """
+        size = self._pool.page_size
+        slots: list[int] = []
+        positions: list[int] = []
+        places: list[int] = []
+        sampled: list[int] = []
+        scored: list[int] = []
+        for span in spans:
+            offset = len(positions) - span.start  # from position to row
+            pages, own = self._pool.page_table[span.slot], range(span.start, span.start + span.rows)
+            slots += [span.slot] * span.rows
+            positions += own
+            places += [pages[position // size] * size + position % size for position in own]
+            scored += [offset + position for position in span.scored]
+            if span.sample:
+                sampled.append(len(positions) - 1)
+        wanted = sampled + scored
+        row_slots, row_positions, kv_slots = self._upload(slots, positions, places)
+        logit_rows, logit_slots, following = self._upload(
+            wanted, [slots[row] for row in wanted], [positions[row] + 1 for row in wanted]
         )
-        return batch, row_slots[wanted_at], positions_at[wanted_at]
+        batch = RowBatch(
+            token_ids=self._sampler.state.history[row_slots, row_positions],
+            positions=row_positions,
+            kv_slots=kv_slots,
+            logit_rows=logit_rows,
+            page_table=[self._pool.page_table[span.slot] for span in spans],
+            row_counts=tuple(span.rows for span in spans),
+            kv_lengths=tuple(span.start + span.rows for span in spans),
+        )
+        return batch, logit_slots, following
 
-    def _upload(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)
+    def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:
+        """Lists of one length as int64, in one copy."""
+        return torch.tensor(columns, dtype=torch.int64, device=self._device).unbind()
 
 
 def describe(tokens: Tensor, logprobs: Logprobs) -> list[TokenLogprobs]:

@@ -69,7 +69,6 @@ def plan_attention(batch: RowBatch, cache: Tensor, window: int | None) -> Attent
     A row sees the last ``window`` positions up to and including its own, or all of them when ``window`` is None.
     """
     ends = list(itertools.accumulate(batch.row_counts))
-    single = [s for s, count in enumerate(batch.row_counts) if count == 1]
     chunks = tuple(
         _plan_chunk(batch.page_table[s], slice(ends[s] - count, ends[s]), batch.kv_lengths[s], cache, window)
         for s, count in enumerate(batch.row_counts)
@@ -78,35 +77,41 @@ def plan_attention(batch: RowBatch, cache: Tensor, window: int | None) -> Attent
     # A row's products and softmax are summed in an order that may depend on the padded width, so the width depends on
     # the row's own length alone: neighbours change nothing, and a long one costs the short ones nothing.
     widths: dict[int, list[int]] = {}
-    for s in single:
-        widths.setdefault(_width(batch.kv_lengths[s], window, cache.shape[3]), []).append(s)
+    for s, count in enumerate(batch.row_counts):
+        if count == 1:
+            widths.setdefault(_width(batch.kv_lengths[s], window, cache.shape[3]), []).append(s)
     decodes = []
     for width, sequences in widths.items():
         whole = len(sequences) == len(batch.row_counts)
         rows = None if whole else torch.tensor([ends[s] - 1 for s in sequences], device=cache.device)
-        page_table = batch.page_table if whole else batch.page_table[torch.tensor(sequences, device=cache.device)]
         lengths = [batch.kv_lengths[s] for s in sequences]
-        decodes.append(_plan_decode(page_table, rows, lengths, cache, window, width))
+        decodes.append(_plan_decode([batch.page_table[s] for s in sequences], rows, lengths, cache, window, width))
     return AttentionPlan(batch.kv_slots, tuple(decodes), chunks)
 
 
 def _plan_decode(
-    page_table: Tensor, rows: Tensor | None, lengths: Sequence[int], cache: Tensor, window: int | None, width: int
+    page_table: Sequence[Sequence[int]],
+    rows: Tensor | None,
+    lengths: Sequence[int],
+    cache: Tensor,
+    window: int | None,
+    width: int,
 ) -> _Decode:
     kv_heads, _, page_size, head_dim = cache.shape[1:]
-    length = torch.tensor(lengths, device=cache.device)[:, None]
-    first_pages = [_first_page(length, window, page_size) for length in lengths]
-    first_page = torch.tensor(first_pages, device=cache.device)[:, None]
-
-    position = first_page * page_size + torch.arange(width, device=cache.device)
-    mask = _mask(length - 1 - position, window, cache.dtype)[:, None].expand(-1, kv_heads, -1).reshape(-1, 1, width)
-
-    # Columns past a sequence's end repeat its own last page: what is masked must at least be finite.
-    columns = torch.arange(-(-width // page_size), device=cache.device)
-    index = _block_index(page_table.gather(1, torch.minimum(first_page + columns, (length - 1) // page_size)), cache)
+    count = len(lengths)
+    mask = cache.new_full((count, kv_heads, 1, width), -torch.inf)
+    pages = []
+    for s, (table, length) in enumerate(zip(page_table, lengths)):
+        first_page, last_page = _first_page(length, window, page_size), (length - 1) // page_size
+        start = first_page * page_size
+        mask[s, ..., max(length - window - start, 0) if window else 0 : length - start].zero_()
+        # Columns past a sequence's end repeat its own last page: what is masked must at least be finite.
+        padding = -(-width // page_size) - (last_page + 1 - first_page)
+        pages.append([*table[first_page : last_page + 1], *[table[last_page]] * padding])
+    index = _block_index(pages, cache)
     blocks = cache.new_empty(len(index), page_size * head_dim)
-    key, value = blocks.view(2, len(mask), -1, head_dim)[:, :, :width].unbind()
-    return _Decode(rows, index, blocks, key, value, mask)
+    key, value = blocks.view(2, count * kv_heads, -1, head_dim)[:, :, :width].unbind()
+    return _Decode(rows, index, blocks, key, value, mask.view(-1, 1, width))
 
 
 def _first_page(length: int, window: int | None, page_size: int) -> int:
@@ -126,32 +131,28 @@ def _width(length: int, window: int | None, page_size: int) -> int:
     return min(width, window + page_size - 1) if window else width
 
 
-def _plan_chunk(page_table: Tensor, rows: slice, length: int, cache: Tensor, window: int | None) -> _Chunk:
+def _plan_chunk(page_table: Sequence[int], rows: slice, length: int, cache: Tensor, window: int | None) -> _Chunk:
     page_size = cache.shape[3]
     count = rows.stop - rows.start
     start = max(length - count - window + 1, 0) if window else 0  # the first position that the first row sees
     first_page, last_page = start // page_size, (length - 1) // page_size
-    index = _block_index(page_table[None, first_page : last_page + 1], cache)
+    index = _block_index([page_table[first_page : last_page + 1]], cache)
     mask = None
     if count < length - start or (window and length > window):
         row_position = torch.arange(length - count, length, device=cache.device)
-        mask = _mask(row_position[:, None] - torch.arange(start, length, device=cache.device), window, cache.dtype)
+        distance = row_position[:, None] - torch.arange(start, length, device=cache.device)
+        hidden = distance < 0
+        if window:
+            hidden |= distance >= window
+        mask = cache.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
     return _Chunk(rows, index, slice(start - first_page * page_size, length - first_page * page_size), mask)
 
 
-def _mask(distance: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """0 where a row sees what lies ``distance`` positions before it, else -inf."""
-    hidden = distance < 0
-    if window:
-        hidden |= distance >= window
-    return distance.new_zeros(distance.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-
-
-def _block_index(pages: Tensor, cache: Tensor) -> Tensor:
-    """The blocks of pages [n, pages] in the order (key or value, sequence, head, page)."""
+def _block_index(pages: Sequence[Sequence[int]], cache: Tensor) -> Tensor:
+    """The blocks of each sequence's pages, of the same number, in the order (key or value, sequence, head, page)."""
     kv_heads, num_pages = cache.shape[1:3]
-    heads = torch.arange(2 * kv_heads, device=cache.device).view(2, 1, kv_heads, 1)
-    return (heads * num_pages + pages[:, None, :]).flatten()
+    heads = torch.arange(0, 2 * kv_heads * num_pages, num_pages, device=cache.device).view(2, 1, kv_heads, 1)
+    return (heads + torch.tensor(pages, device=cache.device)[:, None]).flatten()
 
 
 def write_kv(key_value: Tensor, cache: Tensor, kv_slots: Tensor) -> None:

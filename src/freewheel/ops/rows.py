@@ -10,6 +10,7 @@ sequence has cached up to and including itself::
     positions     0  1  2 | 8 | 39| 16 17          the last rows of a sequence: position = kv_length - 1
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,8 +24,9 @@ class RowBatch:
         token_ids: int64 [rows].
         positions: int64 [rows], the absolute position of each token in its sequence.
         kv_slots: int64 [rows], where the row's key and value go: ``page * page_size + offset``.
-        page_table: int64 [sequences, max_pages], page numbers in position order; unused entries are 0.
         logit_rows: int64 [m], the rows whose logits are wanted.
+        page_table: page numbers of each sequence in position order; what lies behind its last page is never read (host
+            side).
         row_counts: rows of each sequence (host side; their sum is the number of rows).
         kv_lengths: cached tokens of each sequence after this pass has written its rows (host side).
     """
@@ -32,7 +34,7 @@ class RowBatch:
     token_ids: Tensor
     positions: Tensor
     kv_slots: Tensor
-    page_table: Tensor
     logit_rows: Tensor
+    page_table: Sequence[Sequence[int]]
     row_counts: tuple[int, ...]
     kv_lengths: tuple[int, ...]
