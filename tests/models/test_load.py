@@ -34,7 +34,7 @@ def prefill(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     shape = kv_cache_shape(decoder.spec, pages, PAGE)
     kv = [torch.zeros(shape, dtype=decoder.dtype) for _ in range(decoder.spec.num_layers)]
     rows = torch.arange(count)
-    batch = RowBatch(torch.tensor(tokens), rows, rows, torch.arange(pages)[None], rows, (count,), (count,))
+    batch = RowBatch(torch.tensor(tokens), rows, rows, [range(pages)], rows, (count,), (count,))
     with torch.inference_mode():
         return decoder.forward(batch, kv).float()
 
@@ -138,7 +138,8 @@ def test_a_decode_step_gives_the_same_logits_in_any_batch(name: str, dtype: DTyp
         slots = pages.gather(1, positions[:, None] // PAGE)[:, 0] * PAGE + positions % PAGE
         rows = torch.arange(len(chosen))
         kv_lengths = tuple((positions + 1).tolist())
-        batch = RowBatch(100 + torch.tensor(chosen), positions, slots, pages, rows, (1,) * len(chosen), kv_lengths)
+        tokens, counts = 100 + torch.tensor(chosen), (1,) * len(chosen)
+        batch = RowBatch(tokens, positions, slots, pages.tolist(), rows, counts, kv_lengths)
         with torch.inference_mode():
             return decoder.forward(batch, kv)
 

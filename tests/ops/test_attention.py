@@ -32,7 +32,7 @@ class Paged:
             write_kv(content, self.cache, pages[position // PAGE] * PAGE + position % PAGE)
         self.query = torch.randn(sum(counts), kv_heads * group, dim, generator=generator)
         unused = torch.zeros(0, dtype=torch.int64)
-        self.batch = RowBatch(unused, unused, unused, unused, table.tolist(), self.counts, self.lengths)
+        self.batch = RowBatch(unused, unused, unused, table.tolist(), unused, self.counts, self.lengths)
 
     def attend(self, window: int | None) -> Tensor:
         return paged_attention(self.query, self.cache, plan_attention(self.batch, self.cache, window), SCALE)
@@ -79,7 +79,7 @@ def test_a_row_does_not_depend_on_its_neighbours(
     table = paged.batch.page_table
     empty = torch.zeros(0, dtype=torch.int64)
     for row, length in enumerate(lengths):
-        alone = RowBatch(empty, empty, empty, empty, table[row : row + 1], (1,), (length,))
+        alone = RowBatch(empty, empty, empty, table[row : row + 1], empty, (1,), (length,))
         plan = plan_attention(alone, paged.cache, window)
         result = paged_attention(paged.query[row : row + 1], paged.cache, plan, SCALE)[0]
         # The same sums over the same width; MKL may still order them by the number of threads and sequences.

@@ -48,7 +48,7 @@ def logits_of(decoder: "Decoder", tokens: list[int]) -> "Tensor":
     pages = -(-count // page_size)
     kv = torch.zeros(decoder.spec.num_layers, *kv_cache_shape(decoder.spec, pages, page_size), dtype=decoder.dtype)
     rows = torch.arange(count)
-    batch = RowBatch(torch.tensor(tokens), rows, rows, torch.arange(pages)[None], rows, (count,), (count,))
+    batch = RowBatch(torch.tensor(tokens), rows, rows, [range(pages)], rows, (count,), (count,))
     with torch.no_grad():
         return decoder.forward(batch, list(kv))
 

@@ -24,9 +24,9 @@ class RowBatch:
         token_ids: int64 [rows].
         positions: int64 [rows], the absolute position of each token in its sequence.
         kv_slots: int64 [rows], where the row's key and value go: ``page * page_size + offset``.
-        logit_rows: int64 [m], the rows whose logits are wanted.
         page_table: page numbers of each sequence in position order; what lies behind its last page is never read (host
             side).
+        logit_rows: int64 [m], the rows whose logits are wanted.
         row_counts: rows of each sequence (host side; their sum is the number of rows).
         kv_lengths: cached tokens of each sequence after this pass has written its rows (host side).
     """
@@ -34,7 +34,7 @@ class RowBatch:
     token_ids: Tensor
     positions: Tensor
     kv_slots: Tensor
-    logit_rows: Tensor
     page_table: Sequence[Sequence[int]]
+    logit_rows: Tensor
     row_counts: tuple[int, ...]
     kv_lengths: tuple[int, ...]
