@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from freewheel.ops.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling, rotate_, rotation
+from freewheel.ops.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling, paired, rotate_, rotation
 
 THETA = 10_000.0
 PLAIN = Rope(THETA).frequencies(64)
@@ -15,9 +15,13 @@ def test_each_pair_turns_by_position_times_frequency() -> None:
     torch.manual_seed(0)
     x, positions = torch.randn(5, 3, 64), torch.tensor([0, 1, 7, 100, 2047])
     angles = positions[:, None, None].double() * PLAIN.double()
-    pairs = torch.complex(x[..., :32].double(), x[..., 32:].double()) * torch.polar(torch.ones_like(angles), angles)
-    rotated = rotate_(x.clone(), rotation(positions, PLAIN, 1.0, torch.float32))
-    torch.testing.assert_close(rotated.double(), torch.cat([pairs.real, pairs.imag], dim=-1), rtol=1e-3, atol=3e-4)
+    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angles), angles)
+    rotated = rotate_(x.clone(), rotation(positions, PLAIN, 1.0))
+    torch.testing.assert_close(rotated.double(), torch.view_as_real(pairs).flatten(-2), rtol=1e-3, atol=3e-4)
+
+
+def test_halves_of_each_head_become_pairs() -> None:
+    assert paired(12, 6).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 
 
 def test_products_depend_on_distance_only() -> None:
@@ -25,7 +29,7 @@ def test_products_depend_on_distance_only() -> None:
     query, key = torch.randn(2, 1, 1, 64)
 
     def product(query_position: int, key_position: int) -> float:
-        cos_sin = [rotation(torch.tensor([p]), PLAIN, 1.0, torch.float32) for p in (query_position, key_position)]
+        cos_sin = [rotation(torch.tensor([p]), PLAIN, 1.0) for p in (query_position, key_position)]
         return (rotate_(query.clone(), cos_sin[0]) * rotate_(key.clone(), cos_sin[1])).sum().item()
 
     assert product(9, 4) == pytest.approx(product(105, 100), rel=1e-4)
@@ -34,7 +38,7 @@ def test_products_depend_on_distance_only() -> None:
 
 def test_rotation_is_in_place_and_its_factor_stretches() -> None:
     x = torch.randn(2, 3, 8)
-    turn = rotation(torch.tensor([0, 5]), Rope(THETA).frequencies(8), 1.5, torch.float32)
+    turn = rotation(torch.tensor([0, 5]), Rope(THETA).frequencies(8), 1.5)
     before = x.clone()
     assert rotate_(x, turn).data_ptr() == x.data_ptr()
     torch.testing.assert_close(x.norm(dim=-1), 1.5 * before.norm(dim=-1))

@@ -15,10 +15,12 @@ from freewheel.ops.attention import AttentionPlan, paged_attention, plan_attenti
 from freewheel.ops.linear import Embedding, Linear
 from freewheel.ops.norm import RMSNorm
 from freewheel.ops.quantize import GroupQuantized
-from freewheel.ops.rope import Rope, Rotation, rotate_, rotation
+from freewheel.ops.rope import Rope, paired, rotate_, rotation
 from freewheel.ops.rows import RowBatch
 
 Quantize = Literal["none", "auto", "int8"]
+
+_ROTATED = frozenset({"q_proj", "k_proj", "q_norm", "k_norm"})
 
 
 def kv_cache_shape(spec: ModelSpec, num_pages: int, page_size: int) -> tuple[int, ...]:
@@ -92,7 +94,7 @@ class Decoder:
         """
         spec = self.spec
         rotations = {
-            rope: rotation(batch.positions, frequencies, rope.attention_factor, self.dtype)
+            rope: rotation(batch.positions, frequencies, rope.attention_factor)
             for rope, frequencies in self.frequencies.items()
         }
         plans = {window: plan_attention(batch, kv[0], window) for window in set(spec.windows)}
@@ -142,7 +144,7 @@ class _Layer:
     def weight_bytes(self) -> int:
         return sum(linear.nbytes for linear in (self.qkv, self.output, self.gate_up, self.down))
 
-    def __call__(self, hidden: Tensor, cache: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
+    def __call__(self, hidden: Tensor, cache: Tensor, rotation: Tensor, plan: AttentionPlan) -> Tensor:
         attended = self.attend(self.attention_norm(hidden), cache, rotation, plan)
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(attended)
@@ -152,12 +154,13 @@ class _Layer:
             mixed = self.post_mlp_norm(mixed)
         return hidden.add_(mixed)
 
-    def attend(self, hidden: Tensor, cache: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
-        qkv = self.qkv(hidden).type_as(hidden).view(len(hidden), -1, self.head_dim)
+    def attend(self, hidden: Tensor, cache: Tensor, rotation: Tensor, plan: AttentionPlan) -> Tensor:
+        qkv = self.qkv(hidden).float().view(len(hidden), -1, self.head_dim)
         query_key = qkv[:, : self.num_heads + self.num_kv_heads]
         if self.qk_norm is not None:
             query_key.copy_(self.qk_norm(query_key))
         rotate_(query_key, rotation)
+        qkv = qkv.type_as(hidden)
         write_kv(qkv[:, self.num_heads :], cache, plan.kv_slots)
         return self.output(paged_attention(qkv[:, : self.num_heads], cache, plan, self.scale))
 
@@ -174,11 +177,13 @@ class _Reader:
     taken: set[str] = field(default_factory=set)
 
     def stored(self, name: str, *shape: int) -> Tensor | GroupQuantized:
-        """The named weight as the file has it."""
+        """The named weight, as the file has it but for the order of dimensions that are to be rotated."""
         weight = self.weights[name]
         self.taken.add(name)
         if tuple(weight.shape) != shape:
             raise ModelError(f"weight {name!r} has shape {list(weight.shape)}, but the config says {list(shape)}")
+        if name.split(".")[-2] in _ROTATED:
+            weight = weight[paired(shape[0], self.spec.head_dim)]
         return weight.to(self.device) if isinstance(weight, Tensor) else weight
 
     def refuse_unused(self) -> None:

@@ -80,22 +80,25 @@ class Rope:
         return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """Cosines [rows, 1, head_dim] and sines, the first half of the latter negated, of the rows of a batch."""
+def rotation(positions: Tensor, frequencies: Tensor, attention_factor: float) -> Tensor:
+    """The rotation of each row, complex64 [rows, 1, head_dim / 2].
 
-    cos: Tensor
-    sin: Tensor
-
-
-def rotation(positions: Tensor, frequencies: Tensor, attention_factor: float, dtype: torch.dtype) -> Rotation:
-    """The rotation of each row: ``positions`` int64 [rows], ``frequencies`` float32 [head_dim / 2]."""
+    ``positions`` is int64 [rows], ``frequencies`` float32 [head_dim / 2].
+    """
     angles = positions[:, None, None] * frequencies
-    cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
-    return Rotation(torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype))
+    return torch.polar(angles.new_full((), attention_factor), angles)
 
 
-def rotate_(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates [rows, heads, head_dim] in place, each dimension i < head_dim / 2 with dimension i + head_dim / 2."""
-    partners = x.roll(x.shape[-1] // 2, dims=-1)
-    return x.mul_(rotation.cos).addcmul_(partners, rotation.sin)
+def rotate_(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotates float32 [rows, heads, head_dim] in place, each pair of neighbouring dimensions as a complex number."""
+    torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)).mul_(rotation)
+    return x
+
+
+def paired(size: int, head_dim: int) -> Tensor:
+    """The order 0, half, 1, half + 1, ... within each head, int64 [size], for ``size`` dimensions of whole heads.
+
+    Checkpoints mean pairs of dimensions that are half a head apart; this makes them the neighbours that
+    :func:`rotate_` takes. Products of queries and keys stay the same.
+    """
+    return torch.arange(size).view(-1, 2, head_dim // 2).transpose(1, 2).flatten()
