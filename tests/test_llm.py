@@ -323,7 +323,8 @@ class TestChat:
 
 
 class TestInterruption:
-    def test_ctrl_c_within_a_step_leaves_the_model_usable(self, tiny_model: Path) -> None:
+    @pytest.mark.parametrize("prompts", ["the", ["the", "fox"] * 4])
+    def test_ctrl_c_within_a_step_leaves_the_model_usable(self, tiny_model: Path, prompts: str | list[str]) -> None:
         with LLM(tiny_model, dtype="float32") as llm:
             greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
             expected = essence(llm.generate("the", greedy)[0])
@@ -338,10 +339,27 @@ class TestInterruption:
 
             decoder.forward = interrupted  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
-                llm.generate(["the", "fox"] * 4, greedy)
+                llm.generate(prompts, greedy)
             assert len(calls) == 5
             assert_idle(llm)
             assert essence(llm.generate("the", greedy)[0]) == expected
+
+    def test_a_handler_that_returns_lets_generation_go_on(self, tiny_model: Path) -> None:
+        with LLM(tiny_model, dtype="float32") as llm:
+            forward, signals = llm._engine._runner._decoder.forward, []
+
+            def interrupted(batch: Any, kv: Any) -> Any:
+                os.kill(os.getpid(), signal.SIGINT)
+                return forward(batch, kv)
+
+            llm._engine._runner._decoder.forward = interrupted  # type: ignore[method-assign]
+            before = signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
+            try:
+                greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+                assert len(llm.generate("the", greedy)[0].outputs[0].token_ids) == 3
+            finally:
+                signal.signal(signal.SIGINT, before)
+            assert len(signals) == 3
 
     def test_an_exception_in_a_step_ends_the_call_and_leaves_nothing(self, tiny_model: Path) -> None:
         with LLM(tiny_model, dtype="float32") as llm:

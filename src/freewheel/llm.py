@@ -205,13 +205,16 @@ class LLM:
         """Step until all replies are finished."""
         if not show_progress:
             while not all(reply.finished for reply in replies):
-                self._step()
+                with _uninterrupted() as interrupts:  # for many steps, as it takes some 50 us
+                    while not interrupts and not all(reply.finished for reply in replies):
+                        self._step()
             return
         from tqdm import tqdm
 
         with tqdm(total=len(replies), desc="Requests", dynamic_ncols=True, disable=None) as bar:
             while not all(reply.finished for reply in replies):
-                self._step()
+                with _uninterrupted():
+                    self._step()
                 bar.update(sum(reply.finished for reply in replies) - bar.n)
                 seconds = bar.format_dict["elapsed"]
                 if seconds > 0:
@@ -233,18 +236,18 @@ class LLM:
         return reply
 
     def _step(self) -> None:
-        with _uninterrupted():
-            self._drop_abandoned()
-            for output in self._engine.step():
-                reply = self._replies.get(output.request_id)
-                if reply is None:
-                    continue
-                try:
-                    if reply.add(output):
-                        self._engine.finish(output.request_id, output.index)
-                except Exception as error:  # the others' outputs of this step come only once
-                    reply.fail(f"{type(error).__name__}: {error}")
-                    self._engine.abort(output.request_id)
+        """One step; must not be interrupted."""
+        self._drop_abandoned()
+        for output in self._engine.step():
+            reply = self._replies.get(output.request_id)
+            if reply is None:
+                continue
+            try:
+                if reply.add(output):
+                    self._engine.finish(output.request_id, output.index)
+            except Exception as error:  # the others' outputs of this step come only once
+                reply.fail(f"{type(error).__name__}: {error}")
+                self._engine.abort(output.request_id)
 
     def _forget(self, replies: Sequence[Reply]) -> None:
         """Abort what is not finished."""
@@ -275,7 +278,8 @@ class Stream(Iterator[RequestOutput]):
                     return output
                 if self._reply.finished:
                     break
-                self._llm._step()
+                with _uninterrupted():
+                    self._llm._step()
         except BaseException:
             self.close()
             raise
@@ -302,16 +306,19 @@ def _spread(name: str, value: Value | Sequence[Value], length: int) -> Sequence[
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block, so that it never finds the engine half way through a change."""
+def _uninterrupted() -> Iterator[Sequence[Any]]:
+    """Hold Ctrl-C back until the end of the block, so that it never finds the engine half way through a change.
+
+    Yields what is held: once that is not empty, the block should come to its end.
+    """
     handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
     held: list[tuple[int, FrameType | None]] = []
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield held
+        return
     signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
     try:
-        yield
+        yield held
     finally:
         signal.signal(signal.SIGINT, handler)
         if held:

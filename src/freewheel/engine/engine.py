@@ -267,7 +267,7 @@ class Engine:
             len(sequence.tokens),
             sequence.computed,
             len(sequence.pages),
-            self._count_private(sequence.pages),
+            self._count_private(sequence.pages) if self._waiting else 0,  # only a waiting one asks for them
             scoring=sequence.scoring,
         )
 
