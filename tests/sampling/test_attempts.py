@@ -10,8 +10,9 @@ from drawing import p_value, sample_many
 from reference import probabilities, survivors, two_level
 from torch import Tensor
 
-from freewheel.sampling import SamplingParams
-from freewheel.sampling.draw import ATTEMPTS, BLOCK, TwoLevel
+from freewheel.sampling import SamplingParams, draw
+from freewheel.sampling.draw import ATTEMPTS, BLOCK
+from freewheel.sampling.rng import uniforms
 
 SEED = 7
 COUNT = 400
@@ -63,30 +64,23 @@ def test_a_limit_without_top_k_leaves_the_plain_draw_wherever_it_keeps_it() -> N
 
 
 def test_attempts_end_with_the_first_token_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    attempt = TwoLevel._attempt
+    lanes: list[int] = []
 
-    def counted(*arguments: Any) -> Tensor:
-        made.append(arguments[-1])
-        return attempt(*arguments)
+    def counted(seed: int, position: int, lane: int = 0) -> list[float]:
+        lanes.append(lane)
+        return uniforms(seed, position, lane)
 
-    monkeypatch.setattr(TwoLevel, "_attempt", staticmethod(counted))
+    monkeypatch.setattr(draw, "uniforms", counted)
     logits = torch.tensor([0.0, math.log(3)])
 
-    def attempts(**fields: Any) -> list[int]:
-        made.clear()
-        sample_many(logits, SamplingParams(**fields), 1, seed=SEED)
-        return made.copy()
+    def attempts(count: int = 1, **fields: Any) -> list[int]:
+        lanes.clear()
+        tokens = sample_many(logits, SamplingParams(**fields), count, seed=SEED)
+        assert set(tokens.tolist()) <= set(survivors(logits.numpy(), SamplingParams(**fields)))
+        return lanes.copy()
 
     assert attempts(top_p=0.99) == [0]
-    assert attempts(top_k=1) == []
     assert attempts(top_k=2, min_p=0.1) == [0]  # top-k keeps the whole vocabulary
-    rejected = [
-        position for position in range(1, COUNT) if two_level(logits.numpy(), SamplingParams(), SEED, position) == 0
-    ]
-    assert 0.2 < len(rejected) / COUNT < 0.3
-    made.clear()
-    assert (sample_many(logits, SamplingParams(top_p=0.5), COUNT, seed=SEED) == 1).all()
-    shares = np.bincount(made, minlength=ATTEMPTS) / COUNT
-    np.testing.assert_allclose(shares, 0.25 ** np.arange(ATTEMPTS), atol=0.05)
-    assert len(shares) == ATTEMPTS
+    # One token of mass 3/4 is kept. The last resort takes a number of lane 0 again.
+    made = np.bincount(attempts(COUNT, top_p=0.5)) / COUNT
+    np.testing.assert_allclose(made, [1 + 0.25**ATTEMPTS, *(0.25**lane for lane in range(1, ATTEMPTS))], atol=0.05)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from freewheel.sampling.rng import choice_seed, philox, philox4x32, random_seed, uniform, uniforms
+from freewheel.sampling.rng import STRETCH, choice_seed, philox, philox4x32, random_seed, uniform, uniforms
 
 # The authors' test vectors: counter, key, result.
 KNOWN = [
@@ -42,19 +42,29 @@ def test_integers_numpy_and_torch_give_the_same_bits() -> None:
 
 
 def test_uniform_numbers_are_inside_the_open_interval_and_symmetric() -> None:
-    ends = uniform(torch.tensor([0, 2**32 - 1]))
+    ends = uniform(np.array([0, 2**32 - 1]))
     assert ends[0] > 0
     assert ends[1] < 1
     assert ends[0] == 1 - ends[1]
 
 
-def test_the_two_uniform_numbers_are_uniform_and_independent() -> None:
-    positions = torch.arange(100_000)
-    first, second = uniforms(torch.full_like(positions, 42), positions)
-    for numbers in (first, second, (first + second) % 1, (first - second) % 1):
-        assert kstest(numbers.numpy(), "uniform").pvalue > 1e-3
-    neighbours = uniforms(torch.full_like(positions, 43), positions)[0]
-    assert abs(np.corrcoef(first.numpy(), neighbours.numpy())[0, 1]) < 0.015
+def test_the_uniform_numbers_are_uniform_and_independent() -> None:
+    numbers, neighbours, others = (
+        np.array([uniforms(seed, position, lane) for position in range(20_000)])
+        for seed, lane in ((42, 0), (43, 0), (42, 1))
+    )
+    pairs = [(numbers[:, i], numbers[:, j]) for i in range(4) for j in range(i)]
+    for column in (*numbers.T, *((x + y) % 1 for x, y in pairs), *((x - y) % 1 for x, y in pairs)):
+        assert kstest(column, "uniform").pvalue > 1e-3
+    for columns in (neighbours, others):
+        assert abs(np.corrcoef(numbers[:, 0], columns[:, 0])[0, 1]) < 0.03
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
+def test_the_uniform_numbers_of_a_position_are_its_own(seed: int) -> None:
+    for position in (0, 1, STRETCH - 1, STRETCH, 2**31 - 1):
+        for lane in (0, 3):
+            assert uniforms(seed, position, lane) == [(word + 0.5) / 2**32 for word in philox(seed, position, lane)]
 
 
 def test_choices_have_seeds_of_their_own() -> None:

@@ -9,8 +9,7 @@ from drawing import Draw
 from torch import Tensor
 
 from freewheel.sampling import Sampler, SampleRows, Samples, SamplingParams, SamplingState, Status
-from freewheel.sampling.draw import BLOCK, Gumbel, block_maxima, gumbel_noise
-from freewheel.sampling.draw import _block_sums as block_sums
+from freewheel.sampling.draw import BLOCK, Gumbel, gumbel_noise, weights
 
 VOCAB = 3 * 1024 + 77
 KINDS: dict[str, dict[str, Any]] = {
@@ -65,7 +64,11 @@ def results(samples: Samples) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("draw", ["two_level", "gumbel"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_bit_identical_in_every_batch(state: SamplingState, dtype: torch.dtype, draw: Draw) -> None:
+def test_rows_are_bit_identical_in_every_batch(
+    state: SamplingState, dtype: torch.dtype, draw: Draw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A large batch is worked on in parts.
+    monkeypatch.setattr("freewheel.sampling.sampler.CHUNK", 10 * VOCAB)
     sampler, logits = Sampler(state, draw=draw), logits_of(dtype)
     generator = torch.Generator().manual_seed(1)
 
@@ -75,7 +78,7 @@ def test_rows_are_bit_identical_in_every_batch(state: SamplingState, dtype: torc
     offsets = range(2 if draw == "gumbel" else 4)
     alone = {offset: [sample(torch.tensor([slot]), offset)[0] for slot in range(NAN + 2)] for offset in offsets}
     assert [status for _, status, _ in alone[0]] == [Status.OK] * NAN + [Status.NAN, Status.EMPTY]
-    for offset, size in ((offset, size) for offset in offsets for size in (2, 7, 8, 9, 64)):
+    for offset, size in ((offset, size) for offset in offsets for size in (2, 7, 8, 9, 64, 256)):
         slots = torch.randint(NAN + 2, (size,), generator=generator)
         assert sample(slots, offset) == [alone[offset][slot] for slot in slots.tolist()]
     for kind in range(NAN):
@@ -84,19 +87,19 @@ def test_rows_are_bit_identical_in_every_batch(state: SamplingState, dtype: torc
             assert sample(pair, 0)[0] == alone[0][kind], f"row {kind} beside row {neighbour}"
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_block_statistics_have_the_same_bits_in_every_batch(threads: int) -> None:
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_weights_have_the_same_bits_in_every_batch(threads: int) -> None:
     logits = torch.randn(64, 36 * BLOCK + 77, generator=torch.Generator().manual_seed(2)) * 3
-    temperatures = torch.full((64,), 0.8, dtype=torch.float64)
+    peaks, temperatures = logits.amax(1, keepdim=True), [0.8] * 64
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        maxima = block_maxima(logits)
-        sums = block_sums(logits, maxima, temperatures)
-        for first, size in ((0, 1), (5, 2), (11, 7), (3, 8), (50, 9)):
+        together = weights(logits, peaks, temperatures)
+        for first, size in ((0, 1), (63, 1), (5, 2), (11, 7), (3, 8), (50, 9)):
             rows = slice(first, first + size)
-            assert torch.equal(block_maxima(logits[rows]), maxima[rows])
-            assert torch.equal(block_sums(logits[rows], maxima[rows], temperatures[rows]), sums[rows])
+            alone = weights(logits[rows], peaks[rows], temperatures[rows])
+            assert torch.equal(alone, together[rows])
+            assert torch.equal(alone.sum(2), together.sum(2)[rows])
     finally:
         torch.set_num_threads(before)
 

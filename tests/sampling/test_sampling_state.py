@@ -78,7 +78,7 @@ def test_a_slot_keeps_nothing_of_the_one_before() -> None:
     join(state, 0, {}, 7, [])
     fresh = SamplingState(2, VOCAB, 32)
     join(fresh, 1, {}, 7, [])
-    assert not state.edited(torch.tensor([0]), torch.tensor([3])).any()
+    assert not state.settings[0].edited(3)
     assert run(state, {0: 3}, 8) == run(fresh, {1: 3}, 8)
 
 

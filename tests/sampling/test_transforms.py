@@ -74,7 +74,7 @@ def test_end_ids_are_held_back_for_exactly_min_tokens(prompt_length: int, min_to
     sampler, slots, tokens = Sampler(state), torch.tensor([0]), []
     for _ in range(min_tokens + 1):
         positions = torch.tensor([prompt_length + len(tokens)])
-        assert bool(state.edited(slots, positions)) or len(tokens) >= min_tokens
+        assert state.settings[0].edited(int(positions)) or len(tokens) >= min_tokens
         samples = sampler.sample(FLAT[None], SampleRows(slots, positions))
         state.append(slots, positions, samples.tokens)
         tokens.append(int(samples.tokens))
@@ -89,7 +89,7 @@ def test_end_ids_are_held_back_for_exactly_min_tokens(prompt_length: int, min_to
 def test_min_tokens_that_is_satisfied_or_holds_nothing_back_costs_nothing(end_ids: list[int], edited: list) -> None:
     state = SamplingState(1, VOCAB, 16)
     state.join(0, SamplingParams(min_tokens=2), [1, 2, 3], seed=0, end_ids=end_ids)
-    assert state.edited(torch.tensor([0] * 4), torch.tensor([3, 4, 5, 6])).tolist() == edited
+    assert [state.settings[0].edited(position) for position in (3, 4, 5, 6)] == edited
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_ids_out_of_range_are_refused_and_leave_no_trace(field: str, bad: int) -
     fields: dict[str, Any] = {field: {bad: 1.0} if field == "logit_bias" else [bad]}
     with pytest.raises(ValueError, match=field):
         state.join(1, SamplingParams(min_tokens=1, **fields), [1], seed=2)
-    assert not state.edited(torch.tensor([0, 1]), torch.tensor([1, 1])).any()
+    assert not any(settings.edited(1) for settings in state.settings)
 
 
 def test_padding_past_the_tokenizers_vocabulary_is_never_drawn_or_listed() -> None:

@@ -12,8 +12,9 @@ from reference import probabilities, total_order
 from torch import Tensor
 
 from freewheel.sampling import SamplingParams, Status
-from freewheel.sampling.draw import BLOCK
-from freewheel.sampling.truncation import GROUP, Limits, keeps, leading, survivors
+from freewheel.sampling.draw import BLOCK, weights
+from freewheel.sampling.state import Settings
+from freewheel.sampling.truncation import GROUP, keeps, leading, survivors
 
 BELOW_ONE = math.nextafter(1.0, 0.0)
 
@@ -61,11 +62,12 @@ def test_ties_at_the_boundary_are_broken_by_id(fields: dict[str, Any], kept: lis
     assert p_value(tokens, expected / expected.sum()) > 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab", [GROUP - 1, GROUP, 7 * GROUP + 3, 1000])
-def test_leading_ids_come_in_the_total_order(vocab: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(vocab)
-    scores = (torch.randn(vocab, generator=generator) * 3).round().to(dtype)
+def test_leading_ids_come_in_the_total_order(vocab: int, tied: bool) -> None:
+    scores = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    if tied:
+        scores = scores.round()
     scores[::5] = -torch.inf
     order = total_order(scores.double().numpy())
     for count in {1, 2, 5, vocab // GROUP, vocab // GROUP + 1, vocab - 1, vocab} - {0}:
@@ -123,6 +125,17 @@ def test_one_finite_logit_is_drawn_wherever_it_is(vocab: int, fields: dict[str, 
         assert samples.logprobs.token_logprobs.tolist() == [0.0] * len(places)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype) -> None:
+    for first, others in ((0, [1, 999]), (3, [17, 18, 500]), (130, [131, 400]), (998, [999])):
+        for largest in (5.0, 0.0, -5.0):
+            logits = torch.full((1000,), largest - 1, dtype=dtype)
+            logits[[first, *others]] = largest
+            if largest == 0.0:
+                logits[first] = -0.0  # no smaller than the others
+            assert sample_each(logits, [SamplingParams(temperature=0.0)]).tokens.tolist() == [first]
+
+
 @pytest.mark.parametrize("draw", ["two_level", "gumbel"])
 def test_blocks_of_masked_ids_are_never_drawn(draw: Draw) -> None:
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(7))
@@ -137,7 +150,7 @@ def test_top_p_just_below_one_keeps_the_mass_it_promises(top_p: float) -> None:
     generator = torch.Generator().manual_seed(8)
     logits = torch.stack([torch.randn(40_000, generator=generator) * spread for spread in (0.01, 3.0)])
     for row in logits:
-        ids, scores = survivors(row, Limits(1.0, len(row), top_p, 0.0))
+        ids, scores = survivors(row, Settings(temperature=1.0, top_k=len(row), top_p=top_p))
         weights = np.sort(np.exp(row.double().numpy() - float(row.max())))[::-1]
         needed = int(np.searchsorted(np.cumsum(weights), top_p * np.sum(weights))) + 1
         # Rounding in the sums, 1e-15 of the whole, may be worth some of the lightest tokens.
@@ -165,17 +178,20 @@ def test_mass_over_two_hundred_thousand_tokens(fields: dict[str, Any]) -> None:
     assert p_value(torch.from_numpy(tokens // (size // 10)), np.full(10, 0.1)) > 1e-3
     assert len(set(tokens.tolist())) > 95
     if "top_p" in fields:
-        ids, _ = survivors(torch.zeros(vocab), Limits(1.0, vocab, 0.9, 0.0))
+        ids, _ = survivors(torch.zeros(vocab), Settings(temperature=1.0, top_k=vocab, top_p=0.9))
         assert abs(len(ids) - size) <= 1
 
 
 @pytest.mark.parametrize(
     "fields", [{"top_p": 0.3}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_p": 0.8, "min_p": 0.1}], ids=str
 )
-@pytest.mark.parametrize("kind", ["apart", "tied", "flat"])
+@pytest.mark.parametrize("kind", ["apart", "tied", "flat", "large"])
 def test_a_token_is_kept_if_it_is_among_the_survivors(kind: str, fields: dict[str, Any]) -> None:
-    logits = torch.randn(100, generator=torch.Generator().manual_seed(10)) * 3
-    logits = {"apart": logits, "tied": logits.round(), "flat": torch.zeros(100)}[kind]
-    limits = Limits(0.7, len(logits), fields.get("top_p", 1.0), fields.get("min_p", 0.0))
-    kept = [token for token in range(len(logits)) if keeps(logits, torch.tensor(token), limits)]
-    assert kept == sorted(survivors(logits, limits)[0].tolist())
+    logits = torch.randn(400, generator=torch.Generator().manual_seed(10)) * 3
+    logits = {"apart": logits, "tied": logits.round(), "flat": torch.zeros(400), "large": logits * 1e4}[kind]
+    settings = Settings(temperature=0.7, top_k=len(logits), **fields)
+    peaks = logits[None].amax(1, keepdim=True)
+    shares = weights(logits[None], peaks, [settings.temperature]).view(-1)
+    drawable, mass = shares.nonzero().flatten().tolist(), float(shares.double().sum())
+    kept = [token for token in drawable if keeps(token, logits, float(peaks), shares, mass, settings)]
+    assert kept == sorted(survivors(logits, settings)[0].tolist())

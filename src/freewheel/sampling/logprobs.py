@@ -1,11 +1,14 @@
 """Log probabilities of drawn tokens and of their most likely alternatives."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from freewheel.sampling.draw import weights
 from freewheel.sampling.truncation import leading
 
 
@@ -41,38 +44,40 @@ def prompt_logprobs(logits: Tensor, next_tokens: Tensor, n: int) -> Logprobs:
         n: alternatives to report.
     """
     rows = torch.arange(len(logits), device=logits.device)
-    return describe(rows, list(logits), next_tokens, [n] * len(logits))
+    return describe(rows, logits, [1.0] * len(logits), next_tokens.tolist(), [n] * len(logits))
 
 
-def describe(rows: Tensor, scores: Sequence[Tensor], tokens: Tensor, counts: Sequence[int]) -> Logprobs:
+def describe(
+    rows: Tensor, scores: Iterable[Tensor], temperatures: Sequence[float], tokens: Sequence[int], counts: Sequence[int]
+) -> Logprobs:
     """Log probabilities under softmax.
 
     Args:
         rows: int64 [m], carried into the result.
-        scores: for each row, [vocab], any float type; -inf for ids that can't be drawn.
-        tokens: int64 [m].
+        scores: for each row, logits [vocab], any float type; -inf for ids that can't be drawn.
+        temperatures: for each row, above 0, what the logits are yet to be divided by.
+        tokens: one for each row.
         counts: alternatives that each row asks for.
     """
-    width = max(counts, default=0)
-    token_logprobs = torch.full((len(rows),), -torch.inf, device=rows.device)
-    ranks = torch.zeros_like(rows)
-    top_ids = rows.new_full((len(rows), width), -1)
-    top_logprobs = torch.full((len(rows), width), -torch.inf, device=rows.device)
-    top_ranks = torch.zeros_like(top_ids)
-    for i, (row, count) in enumerate(zip(scores, counts)):
-        peak = row.max()
-        if not peak.isfinite():
-            token_logprobs[i] = torch.nan
+    shape = len(tokens), max(counts, default=0)
+    token_logprobs, top_logprobs = (np.full(size, -np.inf, np.float32) for size in (shape[0], shape))
+    ranks, top_ranks, top_ids = np.zeros(shape[0], np.int64), np.zeros(shape, np.int64), np.full(shape, -1)
+    for i, (row, temperature, token, count) in enumerate(zip(scores, temperatures, tokens, counts)):
+        logits = row.cpu().float()
+        array, peaks = logits.numpy(), logits[None].amax(1, keepdim=True)
+        peak = peaks.item()
+        if not isfinite(peak):
+            token_logprobs[i] = np.nan
             continue
-        # An exponential's relative error grows with the distance to the peak, where its share of the sum is small.
-        log_sum = (row.float() - peak).exp_().sum(dtype=torch.float64).log() + peak
-        own = row[tokens[i]] if tokens[i] < len(row) else row.new_tensor(-torch.inf)
-        token_logprobs[i] = own - log_sum
-        ranks[i] = (row > own).sum() + 1
-        if count:
-            top_ids[i, :count] = ids = leading(row, count)
-            values = row[ids].double()
-            top_logprobs[i, :count] = values - log_sum
-            # Whatever is larger comes before, and equal values are neighbours.
-            top_ranks[i, :count] = torch.searchsorted(-values, -values) + 1
-    return Logprobs(rows, token_logprobs, ranks, top_ids, top_logprobs, top_ranks)
+        own = array[token] if token < len(array) else -np.inf
+        ids = leading(logits, count) if count else top_ids[i, :0]
+        sums = weights(logits[None], peaks, [temperature]).sum(2).numpy()
+        values = (np.append(array[ids], own).astype(np.float64) - peak) / temperature
+        values -= np.log(sums.sum(dtype=np.float64))
+        top_logprobs[i, :count], token_logprobs[i] = values[:count], values[count]
+        ranks[i] = np.count_nonzero(array > own) + 1
+        top_ids[i, :count] = ids
+        # Whatever is larger comes before, and equal values are neighbours.
+        top_ranks[i, :count] = np.searchsorted(-array[ids], -array[ids]) + 1
+    found = token_logprobs, ranks, top_ids, top_logprobs, top_ranks
+    return Logprobs(rows, *(torch.from_numpy(array).to(rows.device) for array in found))

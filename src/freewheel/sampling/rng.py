@@ -7,18 +7,21 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 """
 
 import secrets
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 Ints = TypeVar("Ints", int, np.ndarray, Tensor)
+Words = TypeVar("Words", np.ndarray, Tensor)
 
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+
+STRETCH = 64
 
 # Counter word 2 separates the uses of one key from each other.
 DRAW, NOISE, CHOICE = range(3)
@@ -64,19 +67,24 @@ def philox(seed: Ints, position: Ints, lane: Ints | int = 0, use: int = DRAW) ->
     return philox4x32((position, lane, use, 0), (seed & _MASK, seed >> 32 & _MASK))
 
 
-def uniform(words: Tensor) -> Tensor:
-    """Random words as float64 in the open interval (0, 1): never 0, never 1, spaced evenly by 2**-32."""
-    return (words.double() + 0.5) * 2.0**-32
+def uniform(words: Words) -> Words:
+    """Random words, int64 in NumPy or float64, in the open interval (0, 1): never 0, never 1, 2**-32 apart."""
+    return (words + 0.5) * 2.0**-32
 
 
-def uniforms(seeds: Tensor, positions: Tensor, lane: int = 0) -> tuple[Tensor, Tensor]:
-    """The two uniform numbers of each row's draw, float64 [rows] each, from seeds and positions int64 [rows]."""
-    if seeds.device.type == "cpu":
-        # A few rows cost nothing but the dispatch of 140 operations, and NumPy's is four times cheaper.
-        first, second, _, _ = map(torch.from_numpy, philox(seeds.numpy(), positions.numpy(), lane))
-    else:
-        first, second, _, _ = philox(seeds, positions, lane)
-    return uniform(first), uniform(second)
+def uniforms(seed: int, position: int, lane: int = 0) -> list[float]:
+    """The four uniform numbers of a draw."""
+    return _stretch(seed, position // STRETCH, lane)[position % STRETCH].tolist()
+
+
+@lru_cache(maxsize=1024)
+def _stretch(seed: int, stretch: int, lane: int) -> np.ndarray:
+    """``uniforms`` of the positions from ``STRETCH * stretch`` on, float64 [STRETCH, 4].
+
+    A sequence asks for one position after the other, and 140 operations on arrays cost the same for one as for many.
+    """
+    positions = np.arange(STRETCH * stretch, STRETCH * (stretch + 1))
+    return uniform(np.stack(philox(np.full(STRETCH, seed), positions, lane), 1))
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -6,14 +6,20 @@ from enum import IntEnum
 from math import inf, isfinite
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from freewheel.sampling.draw import Draw, Gumbel, Multinomial, TwoLevel, block_maxima, greedy
+from freewheel.sampling.draw import Draw, Gumbel, Multinomial, TwoLevel
 from freewheel.sampling.logprobs import Logprobs, describe
-from freewheel.sampling.state import LOGPROBS, PROCESSED, RANDOM, TRUNCATED, SamplingState
+from freewheel.sampling.state import LOGPROBS, PROCESSED, RANDOM, TRUNCATED, SamplingState, Settings
 from freewheel.sampling.transforms import transform
-from freewheel.sampling.truncation import Limits, survivors
+from freewheel.sampling.truncation import survivors
+
+# What is derived from so many logits stays in the cache.
+CHUNK = 2**20
+
+_EDITED = 1 << 16  # beside the constants of the state's needs
 
 
 class Status(IntEnum):
@@ -56,6 +62,9 @@ class Sampler:
     """Draws one token for each row, as its slot in the state asks.
 
     A row's token depends on its own logits, parameters, history, seed and position alone: not on the other rows.
+
+    Torch makes the passes over the vocabulary, many rows at a time. What remains of each row are a few hundred numbers,
+    for which NumPy's dispatch, or none at all, costs less.
     """
 
     def __init__(
@@ -74,7 +83,6 @@ class Sampler:
         self.state = state
         self._draw = draws[draw]()
 
-    @torch.no_grad()
     def sample(self, logits: Tensor, rows: SampleRows) -> Samples:
         """Draw a token for each row. The caller appends it to the state before it draws the sequence's next one.
 
@@ -82,97 +90,98 @@ class Sampler:
             logits: [rows, vocab_size], any float type (float64 is rounded to float32); not modified.
             rows: where each row belongs.
         """
-        state, slots, positions = self.state, rows.slots, rows.positions
-        if logits.dtype == torch.float64:
-            logits = logits.float()
-        raw = logits[:, : state.valid_vocab_size]
-        # Rows are sorted by need on the host: a batch of one kind then takes no index at all.
-        needs = state.needs[slots].tolist()
-        edited = state.edited(slots, positions).tolist()
-        tokens = torch.empty_like(slots)
-        statuses = [Status.OK] * len(needs)
-        scores: dict[int, Tensor] = {}
-        for changed in (False, True):
-            members = [row for row, changes in enumerate(edited) if changes == changed]
-            if not members:
-                continue
-            group = _index(members, len(needs))
-            values = raw[group]
-            if changed:
-                values = values.to(torch.float32, copy=isinstance(group, slice))
-                sick = ~(values.amax(1) < torch.inf)
-                transform(state, values, slots[group], positions[group])
-                # A mask must not hide that the model has failed.
-                values[sick] = torch.nan
-            group_needs = [needs[row] for row in members]
-            tokens[group], group_statuses = self._tokens(values, slots[group], positions[group], group_needs)
-            for i, (row, status) in enumerate(zip(members, group_statuses)):
-                statuses[row] = status
-                if needs[row] & PROCESSED and status == Status.OK:
-                    scores[row] = self._processed(values[i], slots[row])
+        logits, valid = logits.detach(), self.state.valid_vocab_size
+        if logits.shape[1] > valid:
+            logits = logits[:, :valid]
+        settings, positions = [self.state.settings[slot] for slot in rows.slots.tolist()], rows.positions.tolist()
+        kinds = [
+            asked.needs & (RANDOM | TRUNCATED) | asked.edited(position) * _EDITED
+            for asked, position in zip(settings, positions)
+        ]
+        tokens, statuses = [-1] * len(kinds), [0] * len(kinds)
+        processed: dict[int, Tensor] = {}
+        for kind, members in _groups(kinds, max(1, CHUNK // valid)):
+            at = _index(members)
+            values = logits if len(members) == len(kinds) else logits[at]
+            if kind & _EDITED:
+                values = self._edit(values, rows.slots[at], rows.positions[at])
+            values = values.cpu().float()
+            peaks = values.amax(1, keepdim=True)
+            health = [_status(peak) for [peak] in peaks.tolist()]
+            if any(health):
+                for row, status in zip(members, health):
+                    statuses[row] = status
+                fine = [i for i, status in enumerate(health) if not status]
+                members, values, peaks = [members[i] for i in fine], values[fine], peaks[fine]
+                if not fine:
+                    continue
+            asked = [settings[row] for row in members]
+            drawn = self._draw_rows(kind, values, peaks, asked, [positions[row] for row in members])
+            for i, row in enumerate(members):
+                tokens[row] = drawn[i]
+                if asked[i].needs & PROCESSED:
+                    processed[row] = _left(values[i], asked[i])
 
-        logprobs = None
-        if any(need & LOGPROBS for need in needs):
-            asking = [row for row, need in enumerate(needs) if need & LOGPROBS and statuses[row] == Status.OK]
-            asking_at = torch.tensor(asking, dtype=torch.int64, device=slots.device)
+        device, logprobs = logits.device, None
+        if any(asked.needs & LOGPROBS for asked in settings):
+            asking = [row for row, asked in enumerate(settings) if asked.needs & LOGPROBS and not statuses[row]]
             logprobs = describe(
-                asking_at,
-                [scores.get(row, raw[row]) for row in asking],
-                tokens[asking_at],
-                state.logprobs[slots[asking_at]].tolist(),
+                torch.tensor(asking, dtype=torch.int64, device=device),
+                [processed.get(row, logits[row]) for row in asking],
+                [settings[row].temperature or 1.0 if row in processed else 1.0 for row in asking],
+                [tokens[row] for row in asking],
+                [settings[row].alternatives for row in asking],
             )
-        return Samples(tokens, torch.tensor(statuses, dtype=torch.uint8, device=slots.device), logprobs)
+        found = torch.from_numpy(np.array(tokens, np.int64)), torch.from_numpy(np.array(statuses, np.uint8))
+        return Samples(found[0].to(device), found[1].to(device), logprobs)
 
-    def _tokens(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, needs: Sequence[int]
-    ) -> tuple[Tensor, list[Status]]:
-        """Tokens and status of rows whose logits are final but for temperature and truncation."""
-        state = self.state
-        maxima = block_maxima(logits)
-        statuses = [_status(peak) for peak in maxima.amax(1).tolist()]
-        kinds = [need & (RANDOM | TRUNCATED) if status == Status.OK else None for need, status in zip(needs, statuses)]
-        tokens = torch.full_like(slots, -1)
-        if members := [row for row, kind in enumerate(kinds) if kind == 0]:
-            group = _index(members, len(needs))
-            tokens[group] = greedy(logits[group], maxima[group])
-        if members := [row for row, kind in enumerate(kinds) if kind == RANDOM]:
-            group = _index(members, len(needs))
-            keys = slots[group]
-            tokens[group] = self._draw.rows(
-                logits[group], maxima[group], state.temperatures[keys], state.seeds[keys], positions[group]
-            )
-        if members := [row for row, kind in enumerate(kinds) if kind == RANDOM | TRUNCATED]:
-            for row, limits in zip(members, self._limits(slots[members])):
-                at = slice(row, row + 1)
-                tokens[row] = self._draw.truncated(
-                    logits[at], maxima[at], limits, state.seeds[slots[at]], positions[at]
-                )
-        return tokens, statuses
+    def _edit(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """A float32 copy with masks, bias and penalties; all NaN where the model gave NaN or +inf."""
+        values = logits.to(torch.float32, copy=True)
+        sick = ~(values.amax(1) < torch.inf)
+        transform(self.state, values, slots, positions)
+        if sick.any():  # a mask must not hide it
+            values[sick] = torch.nan
+        return values
 
-    def _limits(self, slots: Tensor) -> Iterator[Limits]:
-        """Temperature, top-k, top-p and min-p of each slot."""
-        state = self.state
-        columns = (state.temperatures, state.top_k, state.top_p, state.min_p)
-        return map(Limits._make, zip(*(column[slots].tolist() for column in columns)))
-
-    def _processed(self, logits: Tensor, slot: Tensor) -> Tensor:
-        """The scores of one row after everything, [vocab]; a greedy row is left at temperature 1, untruncated."""
-        [limits] = self._limits(slot[None])
-        if limits.temperature == 0.0:
-            return logits
-        if not int(self.state.needs[slot]) & TRUNCATED:
-            return (logits.double() - logits.max()) / limits.temperature
-        ids, kept = survivors(logits, limits)
-        return torch.full_like(logits, -torch.inf, dtype=torch.float64).index_put_((ids,), kept)
+    def _draw_rows(
+        self, kind: int, logits: Tensor, peaks: Tensor, settings: Sequence[Settings], positions: Sequence[int]
+    ) -> list[int]:
+        """Tokens of rows of one kind, whose logits, float32 in host memory, are edited and have finite peaks."""
+        if not kind & RANDOM:
+            return logits.numpy().argmax(1).tolist()  # the first of the largest
+        if not kind & TRUNCATED:
+            return self._draw.rows(logits, peaks, settings, positions)
+        return [
+            self._draw.truncated(logits[row : row + 1], peaks[row : row + 1], asked, position)
+            for row, (asked, position) in enumerate(zip(settings, positions))
+        ]
 
 
-def _status(peak: float) -> Status:
+def _status(peak: float) -> int:
     """Of a row with this largest logit."""
     if isfinite(peak):
-        return Status.OK
+        return 0
     return Status.EMPTY if peak == -inf else Status.NAN
 
 
-def _index(members: list[int], count: int) -> slice | list[int]:
-    """An index for these of ``count`` rows, which makes no copy where that is all of them."""
-    return slice(None) if len(members) == count else members
+def _groups(kinds: Sequence[int], most: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """The rows of each kind, at most so many at a time."""
+    distinct = set(kinds)
+    for kind in distinct:
+        rows = [row for row, other in enumerate(kinds) if other == kind] if len(distinct) > 1 else range(len(kinds))
+        for start in range(0, len(rows), most):
+            yield kind, rows[start : start + most]
+
+
+def _index(rows: Sequence[int]) -> slice | list[int]:
+    """An index of the rows, ascending: a slice, which copies nothing, where they are neighbours."""
+    return slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] < len(rows) else list(rows)
+
+
+def _left(logits: Tensor, settings: Settings) -> Tensor:
+    """The logits of one row, -inf where truncation drops the id."""
+    if not settings.needs & TRUNCATED:
+        return logits
+    ids = torch.from_numpy(survivors(logits, settings)[0])
+    return torch.full_like(logits, -torch.inf).index_copy_(0, ids, logits[ids])

@@ -1,10 +1,11 @@
-"""What the sampler knows about each running sequence, by slot, in tensors on the device.
+"""What the sampler knows about each running sequence, by slot: what it asks on the host, the rest on the device.
 
 A sequence takes a slot when it joins and gives it back when it leaves. Joining writes a few numbers and lists into the
 slot's places; a step only appends tokens. Nothing is rebuilt, and a slot that asked for nothing costs nothing.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,36 @@ RANDOM, TRUNCATED, LOGPROBS, PROCESSED = (1 << bit for bit in range(4))
 ALWAYS = torch.iinfo(torch.int64).max
 
 
+class Settings(NamedTuple):
+    """What one sequence asks of the draw.
+
+    Attributes:
+        needs: a sum of the constants of this module.
+        seed: a signed 64-bit integer.
+        temperature: 0 or above.
+        top_k: 1 to vocab; vocab keeps all.
+        top_p: in (0, 1]; 1 keeps all.
+        min_p: 0 to 1; 0 keeps all.
+        alternatives: log probabilities to report beside the token's.
+        edited_until: the position from which on masks, bias and penalties leave the logits alone.
+        count_row: the row that counts the output tokens; -1 without penalties.
+    """
+
+    needs: int = 0
+    seed: int = 0
+    temperature: float = 0.0
+    top_k: int = 1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    alternatives: int = 0
+    edited_until: int = 0
+    count_row: int = -1
+
+    def edited(self, position: int) -> bool:
+        """Whether masks, bias or penalties change the logits of the token at this position."""
+        return position < self.edited_until
+
+
 class SamplingState:
     """Per-slot parameters, token history and counts.
 
@@ -25,16 +56,11 @@ class SamplingState:
         vocab_size: ids that the model knows; prompts may hold any of them.
         valid_vocab_size: ids that may be drawn, the first of the vocabulary.
         max_length: longest sequence, prompt and output.
+        settings: what the sequence of each slot asks.
         history: int64 [slots, max_length], the tokens of each sequence.
         prompt_lengths: int64 [slots].
-        seeds: int64 [slots].
-        needs: int64 [slots], a sum of the constants of this module.
-        edited_until: int64 [slots], the position from which on masks, bias and penalties leave the logits alone.
-        temperatures, top_p, min_p: float64 [slots].
-        top_k: int64 [slots], 1 to ``valid_vocab_size``, which means all.
         repetition, frequency, presence: float32 [slots], the penalties.
         min_tokens: int64 [slots]; 0 for slots that have no id to hold back.
-        logprobs: int64 [slots], how many alternatives to report.
         allowed, held_back, bias_ids: pools of ids; bias_values: pool of float32, parallel to bias_ids.
         count_rows: int64 [slots], the row that counts the slot's output tokens; -1 for slots without penalties.
         bad_words: pool of the words' ids, word after word; bad_word_distances: parallel to it, how far each id is from
@@ -67,20 +93,13 @@ class SamplingState:
         self.valid_vocab_size = vocab_size if valid_vocab_size is None else min(valid_vocab_size, vocab_size)
         self.max_length = max_length
         self.device = torch.device(device)
+        self.settings = [Settings()] * slots
         self.history = torch.zeros(slots, max_length, dtype=torch.int64, device=device)
         self.prompt_lengths = numbers(torch.int64)
-        self.seeds = numbers(torch.int64)
-        self.needs = numbers(torch.int64)
-        self.edited_until = numbers(torch.int64)
-        self.temperatures = numbers(torch.float64)
-        self.top_k = numbers(torch.int64, self.valid_vocab_size)
-        self.top_p = numbers(torch.float64, 1)
-        self.min_p = numbers(torch.float64)
         self.repetition = numbers(torch.float32, 1)
         self.frequency = numbers(torch.float32)
         self.presence = numbers(torch.float32)
         self.min_tokens = numbers(torch.int64)
-        self.logprobs = numbers(torch.int64)
         self.allowed = ListPool(slots, torch.int64, device)
         self.held_back = ListPool(slots, torch.int64, device)
         self.bias_ids = ListPool(slots, torch.int64, device)
@@ -131,30 +150,25 @@ class SamplingState:
 
         self.history[slot, : len(tokens)] = tokens.to(self.device)
         self.prompt_lengths[slot] = len(prompt_ids)
-        self.seeds[slot] = seed
-        self.temperatures[slot] = params.temperature
-        self.top_k[slot] = top_k = min(params.top_k or self.valid_vocab_size, self.valid_vocab_size)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
         self.repetition[slot] = params.repetition_penalty
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
-        self.logprobs[slot] = params.logprobs or 0
+        top_k = min(params.top_k or self.valid_vocab_size, self.valid_vocab_size)
         needs = 0
         if params.temperature > 0.0:
             truncated = top_k < self.valid_vocab_size or params.top_p < 1.0 or params.min_p > 0.0
             needs |= RANDOM | TRUNCATED if truncated else RANDOM
         if params.logprobs is not None:
             needs |= LOGPROBS | PROCESSED if params.logprobs_mode == "processed" else LOGPROBS
-        self.needs[slot] = needs
-
+        edited = params.allowed_token_ids or params.logit_bias or bad_word_ids or params.uses_penalties
+        edited_until = ALWAYS if edited else 0
         if params.min_tokens:
             # An end id outside the vocabulary (some configurations say -1) can't be drawn anyway.
             ids = {token for token in (*end_ids, *params.stop_token_ids) if 0 <= token < self.valid_vocab_size}
             self.held_back.put(slot, torch.tensor(sorted(ids), dtype=torch.int64))
             if ids:
                 self.min_tokens[slot] = params.min_tokens
-                self.edited_until[slot] = len(prompt_ids) + params.min_tokens
+                edited_until = max(edited_until, len(prompt_ids) + params.min_tokens)
         if params.allowed_token_ids:
             self.allowed.put(slot, torch.tensor(params.allowed_token_ids, dtype=torch.int64))
         if params.logit_bias:
@@ -165,37 +179,47 @@ class SamplingState:
             distances = [distance for word in bad_word_ids for distance in reversed(range(len(word)))]
             self.bad_words.put(slot, torch.tensor([token for word in bad_word_ids for token in word]))
             self.bad_word_distances.put(slot, torch.tensor(distances))
+        count_row = -1
         if params.uses_penalties:
-            self._count(slot, tokens[len(prompt_ids) :].to(self.device))
-        if params.allowed_token_ids or params.logit_bias or bad_word_ids or params.uses_penalties:
-            self.edited_until[slot] = ALWAYS
+            self.count_rows[slot] = count_row = self._count(tokens[len(prompt_ids) :].to(self.device))
+        self.settings[slot] = Settings(
+            needs=needs,
+            seed=seed,
+            temperature=params.temperature,
+            top_k=top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            alternatives=params.logprobs or 0,
+            edited_until=edited_until,
+            count_row=count_row,
+        )
 
     def append(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Add a token drawn for each of ``slots``, all distinct, at the end of its sequence; all int64 [rows].
 
         A row without a token (-1, see ``Samples.status``) is left as it is.
         """
-        drawn = tokens >= 0
-        slots, tokens = slots[drawn], tokens[drawn]
-        self.history[slots, positions[drawn]] = tokens
-        rows = self.count_rows[slots]
-        counted = rows >= 0
-        self._output_counts[rows[counted], tokens[counted]] += 1
+        history: Any = self.history
+        output_counts: Any = self._output_counts
+        if self.device.type == "cpu":  # to write a number through NumPy costs a tenth
+            history, output_counts = history.numpy(), output_counts.numpy()
+        for slot, position, token in zip(slots.tolist(), positions.tolist(), tokens.tolist()):
+            if token >= 0:
+                history[slot, position] = token
+                row = self.settings[slot].count_row
+                if row >= 0:
+                    output_counts[row, token] += 1
 
     def leave(self, slot: int) -> None:
         """Give the slot back."""
         pools = (self.allowed, self.held_back, self.bias_ids, self.bias_values, self.bad_words, self.bad_word_distances)
         for pool in pools:
             pool.drop(slot)
-        self.edited_until[slot] = self.min_tokens[slot] = 0
-        row = int(self.count_rows[slot])
-        if row >= 0:
-            self._free_count_rows.append(row)
+        self.min_tokens[slot] = 0
+        if self.settings[slot].count_row >= 0:
+            self._free_count_rows.append(self.settings[slot].count_row)
             self.count_rows[slot] = -1
-
-    def edited(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Bool [rows]: whether masks, bias or penalties change the row's logits."""
-        return positions < self.edited_until[slots]
+        self.settings[slot] = Settings()
 
     def holds_back(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Bool [rows]: whether the output is still shorter than ``min_tokens``."""
@@ -221,13 +245,13 @@ class SamplingState:
         tokens = self.history[slots[rows], within]
         return rows, tokens, self._output_counts[self.count_rows[slots][rows], tokens]
 
-    def _count(self, slot: int, output: Tensor) -> None:
-        """Give the slot a row of counts; rows are added as slots first need them."""
+    def _count(self, output: Tensor) -> int:
+        """A row that counts ``output`` int64 [length]; rows are added as slots first need them."""
         if not self._free_count_rows:
             rows = len(self._output_counts)
             self._free_count_rows = list(range(rows, max(1, 2 * rows)))
             added = self._output_counts.new_zeros(len(self._free_count_rows), self.vocab_size)
             self._output_counts = torch.cat([self._output_counts, added])
         row = self._free_count_rows.pop()
-        self.count_rows[slot] = row
         self._output_counts[row] = torch.bincount(output, minlength=self.vocab_size)
+        return row
