@@ -126,11 +126,18 @@ def build_parser() -> argparse.ArgumentParser:
     decode = kinds.add_parser("decode", help="decode tokens/s of this engine and of others")
     start = kinds.add_parser("start", help="from a cold process to the first token")
     divergence = kinds.add_parser("divergence", help="what a cheaper number format costs in exactness")
+    sampler = kinds.add_parser("sampler", help="from logits to tokens, beside torch's ways")
     from freewheel.bench import decode as bench_decode
     from freewheel.bench import divergence as bench_divergence
+    from freewheel.bench import sampler as bench_sampler
     from freewheel.bench import start as bench_start
 
-    benchmarks = ((decode, bench_decode), (start, bench_start), (divergence, bench_divergence))
+    benchmarks = (
+        (decode, bench_decode),
+        (start, bench_start),
+        (divergence, bench_divergence),
+        (sampler, bench_sampler),
+    )
     for command_parser, benchmark in benchmarks:
         benchmark.add_arguments(command_parser)
         command_parser.set_defaults(run=benchmark.run)
