@@ -105,21 +105,11 @@ class Sampler:
             values = logits if len(members) == len(kinds) else logits[at]
             if kind & _EDITED:
                 values = self._edit(values, rows.slots[at], rows.positions[at])
-            values = values.cpu().float()
-            peaks = values.amax(1, keepdim=True)
-            health = [_status(peak) for [peak] in peaks.tolist()]
-            if any(health):
-                for row, status in zip(members, health):
-                    statuses[row] = status
-                fine = [i for i, status in enumerate(health) if not status]
-                members, values, peaks = [members[i] for i in fine], values[fine], peaks[fine]
-                if not fine:
-                    continue
-            asked = [settings[row] for row in members]
-            drawn = self._draw_rows(kind, values, peaks, asked, [positions[row] for row in members])
+            asked, values = [settings[row] for row in members], values.cpu().float()
+            drawn, health = self._tokens(kind, values, asked, [positions[row] for row in members])
             for i, row in enumerate(members):
-                tokens[row] = drawn[i]
-                if asked[i].needs & PROCESSED:
+                tokens[row], statuses[row] = drawn[i], health[i]
+                if asked[i].needs & PROCESSED and not health[i]:
                     processed[row] = _left(values[i], asked[i])
 
         device, logprobs = logits.device, None
@@ -144,22 +134,36 @@ class Sampler:
             values[sick] = torch.nan
         return values
 
-    def _draw_rows(
-        self, kind: int, logits: Tensor, peaks: Tensor, settings: Sequence[Settings], positions: Sequence[int]
-    ) -> list[int]:
-        """Tokens of rows of one kind, whose logits, float32 in host memory, are edited and have finite peaks."""
+    def _tokens(
+        self, kind: int, logits: Tensor, settings: Sequence[Settings], positions: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Tokens and status of rows of one kind, whose logits, float32 in host memory, are edited."""
         if not kind & RANDOM:
-            return logits.numpy().argmax(1).tolist()  # the first of the largest
-        if not kind & TRUNCATED:
-            return self._draw.rows(logits, peaks, settings, positions)
-        return [
-            self._draw.truncated(logits[row : row + 1], peaks[row : row + 1], asked, position)
-            for row, (asked, position) in enumerate(zip(settings, positions))
-        ]
+            values = logits.numpy()
+            tokens = values.argmax(1).tolist()  # the first of the largest, or NaN
+            statuses = [_status(values[row, token]) for row, token in enumerate(tokens)]
+            return [-1 if status else token for token, status in zip(tokens, statuses)], statuses
+        peaks = logits.amax(1, keepdim=True)
+        statuses = [_status(peak) for [peak] in peaks.tolist()]
+        if any(statuses):
+            fine = [row for row, status in enumerate(statuses) if not status]
+            tokens = [-1] * len(statuses)
+            if fine:
+                rest = [settings[row] for row in fine], [positions[row] for row in fine]
+                for row, token in zip(fine, self._tokens(kind, logits[fine], *rest)[0]):
+                    tokens[row] = token
+        elif kind & TRUNCATED:
+            tokens = [
+                self._draw.truncated(logits[row : row + 1], peaks[row : row + 1], asked, position)
+                for row, (asked, position) in enumerate(zip(settings, positions))
+            ]
+        else:
+            tokens = self._draw.rows(logits, peaks, settings, positions)
+        return tokens, statuses
 
 
 def _status(peak: float) -> int:
-    """Of a row with this largest logit."""
+    """Of a row whose largest logit this is."""
     if isfinite(peak):
         return 0
     return Status.EMPTY if peak == -inf else Status.NAN
