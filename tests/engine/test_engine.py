@@ -365,6 +365,11 @@ class TestRefusals:
         engine.add(request, checked=True)
         assert len(calls) == 5
 
+    def test_stop_ids_are_one_table_for_all_choices(self) -> None:
+        engine, _ = make_engine()
+        engine.add(make_request("a", [1], n=8, stop_token_ids=list(range(50))))
+        assert len({id(sequence.stop_ids) for sequence in engine._requests["a"]}) == 1
+
     def test_the_id_zero_is_a_prompt(self) -> None:
         assert run(make_engine()[0], [make_request("a", [0])])["a", 0].tokens
 

@@ -146,6 +146,7 @@ class Engine:
         if seed is None:
             seed = random_seed() if self.config.seed is None else choice_seed(self.config.seed, self._added)
         prompt = list(request.prompt_ids)
+        stops = stop_ids(params, self._eos_token_ids)  # like the prompt, one for all choices: it may be long
         sequences = [
             Sequence(
                 request,
@@ -153,7 +154,7 @@ class Engine:
                 tokens=prompt,
                 key=self._keys + index,
                 seed=choice_seed(seed, index),
-                stop_ids=stop_ids(params, self._eos_token_ids),
+                stop_ids=stops,
                 max_length=max_length(params, len(prompt), self.max_model_len),
                 node=self._cache.root,
             )
