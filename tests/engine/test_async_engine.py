@@ -63,6 +63,19 @@ async def test_streams_side_by_side_get_what_they_get_alone() -> None:
 
 
 @asynchronous
+async def test_a_slow_reader_gets_the_end_too() -> None:
+    engine, _ = make_engine()
+    async with AsyncEngine(engine, TOKENIZER) as running:
+        outputs = []
+        async for output in running.generate("ab", LONG):
+            outputs.append(output)
+            await settle(engine)
+            await asyncio.sleep(0.01)  # so that all news is in
+        assert outputs[-1].finished
+        assert "".join(output.delta for output in outputs) == outputs[-1].outputs[0].text
+
+
+@asynchronous
 async def test_stop_strings_end_the_work_too() -> None:
     engine, _ = make_engine()
     async with AsyncEngine(engine, TOKENIZER) as running:
@@ -108,6 +121,62 @@ async def test_abort_from_another_thread() -> None:
         assert (await read(running, "ab", SamplingParams(), request_id="mine")).outputs[0].finish_reason != "abort"
         running.abort("nobody")
         await settle(engine)
+
+
+class Slow(BytesTokenizer):
+    """Says when it has begun, and takes its time."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.begun.set()
+        assert self.go_on.wait(30)
+        return super().encode(text, add_special_tokens)
+
+
+@asynchronous
+async def test_abort_while_the_request_is_being_prepared() -> None:
+    engine, decoder = make_engine()
+    slow: Any = Slow()
+    async with AsyncEngine(engine, slow) as running:
+        params = SamplingParams(max_tokens=1, n=3, ignore_eos=True)
+        reader = asyncio.create_task(read(running, "ab", params, request_id="mine"))
+        await asyncio.to_thread(slow.begun.wait)
+        running.abort("mine")
+        await asyncio.sleep(0)
+        slow.go_on.set()
+        output = await reader
+        assert [choice.finish_reason for choice in output.outputs] == ["abort"] * 3
+        assert decoder.batches == []
+        assert (await read(running, "ab", params, request_id="mine")).outputs[0].finish_reason == "length"
+
+
+@asynchronous
+async def test_a_name_is_in_use_from_the_moment_that_it_is_asked_for() -> None:
+    engine, _ = make_engine()
+    slow: Any = Slow()
+    async with AsyncEngine(engine, slow) as running:
+        reader = asyncio.create_task(read(running, "ab", SamplingParams(), request_id="mine"))
+        await asyncio.to_thread(slow.begun.wait)
+        with pytest.raises(ValueError, match="request_id 'mine' is in use"):  # while "ab" is held up: before encoding
+            await read(running, "cd", SamplingParams(), request_id="mine")
+        reader.cancel()
+        slow.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        with pytest.raises(ValueError, match="prompt is empty"):
+            await read(running, "", SamplingParams(), request_id="mine")
+        await read(running, "ab", SamplingParams(), request_id="mine")
+
+
+@asynchronous
+async def test_a_name_is_a_string() -> None:
+    async with AsyncEngine(make_engine()[0], TOKENIZER) as running:
+        for name in (5, b"mine", ["mine"]):
+            with pytest.raises(ValueError, match="request_id must be a string"):
+                await read(running, "ab", SamplingParams(), request_id=name)
 
 
 @asynchronous

@@ -16,7 +16,7 @@ from uuid import uuid4
 from freewheel.engine.engine import Engine
 from freewheel.engine.inputs import Prompt, make_request
 from freewheel.engine.outputs import Reply, RequestOutput
-from freewheel.request import Request, StepOutput
+from freewheel.request import FinishReason, Request, StepOutput
 from freewheel.sampling import SamplingParams
 from freewheel.sampling.params import shown
 
@@ -57,8 +57,8 @@ class AsyncEngine:
         self._engine = engine
         self._tokenizer = tokenizer
         self._inbox: SimpleQueue[Request | Abort | Finish | Close] = SimpleQueue()
-        self._active: dict[str, _Active] = {}  # by the engine's id
-        self._names: dict[str, str] = {}  # user's id -> engine's id
+        self._names: dict[str, _Active] = {}  # by the user's id, from the moment that one is asked for
+        self._active: dict[str, _Active] = {}  # by the engine's id, once they are prepared
         self._ids = count()
         self._dead: str | None = "the engine was not started"
         self._thread = threading.Thread(target=self._run, name="freewheel-engine", daemon=True)
@@ -98,30 +98,37 @@ class AsyncEngine:
             priority: smaller is more urgent.
 
         Raises:
-            ValueError: the prompt or a parameter is wrong.
+            ValueError: the prompt or a parameter is wrong, or ``request_id`` is in use.
             EngineDeadError: the engine takes no more requests. One that it had taken ends with the reason "error".
         """
-        engine_id = str(next(self._ids))
         name = uuid4().hex if request_id is None else request_id
-        # In another thread, as a long prompt or list takes long.
-        reply = await asyncio.to_thread(self._prepare, engine_id, name, prompt, sampling_params, priority)
-        if self._dead is not None:
-            raise EngineDeadError(self._dead)
+        if not isinstance(name, str):
+            raise ValueError(f"request_id must be a string, not {shown(name)}")
         if name in self._names:
             raise ValueError(f"request_id {shown(name)} is in use")
-        active = self._active[engine_id] = _Active(reply)
-        self._names[name] = engine_id
-        self._inbox.put(reply.request)
+        active = self._names[name] = _Active(str(next(self._ids)))
         try:
-            while not active.reply.finished:
+            # In another thread, as a long prompt or list takes long.
+            reply = await asyncio.to_thread(self._prepare, active.engine_id, name, prompt, sampling_params, priority)
+            if self._dead is not None:
+                raise EngineDeadError(self._dead)
+            active.reply = reply
+            self._active[active.engine_id] = active
+            if active.aborted:
+                choices = range(reply.request.params.n)
+                self._deliver([StepOutput(active.engine_id, i, finish_reason=FinishReason.ABORT) for i in choices])
+            else:
+                self._inbox.put(reply.request)
+            output = None
+            while output is None or not output.finished:
                 await active.news.wait()
                 active.news.clear()
-                if (output := active.reply.take()) is not None:
+                if (output := reply.take()) is not None:
                     yield output
         finally:
-            if not active.reply.finished:
-                self._inbox.put(Abort(engine_id))
-            del self._active[engine_id], self._names[name]
+            if self._active.pop(active.engine_id, None) is not None and not active.reply.finished:
+                self._inbox.put(Abort(active.engine_id))
+            del self._names[name]
 
     def _prepare(
         self, engine_id: str, name: str, prompt: Prompt, params: SamplingParams | None, priority: int
@@ -132,9 +139,14 @@ class AsyncEngine:
 
     def abort(self, request_id: str) -> None:
         """End a request; its iterator comes to its end with the reason "abort". Safe to call from any thread."""
-        engine_id = self._names.get(request_id)
-        if engine_id is not None:
-            self._inbox.put(Abort(engine_id))
+        active = self._names.get(request_id)
+        if active is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._abort, active)
+
+    def _abort(self, active: "_Active") -> None:
+        """On the loop, where no preparation can come to its end meanwhile."""
+        active.aborted = True
+        self._inbox.put(Abort(active.engine_id))
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """On the loop: hand a step's outputs to their readers."""
@@ -186,6 +198,9 @@ class AsyncEngine:
 class _Active:
     """A request with a reader."""
 
-    def __init__(self, reply: Reply) -> None:
-        self.reply = reply
+    reply: Reply  # set when it is prepared
+
+    def __init__(self, engine_id: str) -> None:
+        self.engine_id = engine_id
+        self.aborted = False
         self.news = asyncio.Event()
