@@ -8,8 +8,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are the parallelism: more
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 from tiny import make_tiny_llama
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
 
 # The same cases every time, and no clock: the machine may be busy.
 settings.register_profile("freewheel", derandomize=True, deadline=None, database=None)
@@ -20,3 +24,11 @@ settings.load_profile("freewheel")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random Llama (see tests/tiny.py)."""
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a CUDA device where there is none."""
+    if not torch.cuda.is_available():
+        elsewhere = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]

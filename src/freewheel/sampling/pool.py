@@ -23,14 +23,15 @@ class ListPool:
         self._ranges: dict[int, tuple[int, int]] = {}
         self._free: list[tuple[int, int]] = []
 
-    def put(self, slot: int, values: Tensor) -> None:
-        """Give the slot, which has no list, a copy of ``values`` [length]."""
+    def put(self, slot: int, values: Tensor) -> int:
+        """Give the slot, which has no list, a copy of ``values`` [length]; where it starts."""
         if not len(values):
-            return
+            return 0
         start = self._allocate(len(values))
         self._ranges[slot] = (start, start + len(values))
-        self.entries[start : start + len(values)] = values
+        self.entries[start : start + len(values)].copy_(values, non_blocking=True)
         self.starts[slot], self.lengths[slot] = start, len(values)
+        return start
 
     def drop(self, slot: int) -> None:
         """Free the slot's list, if it has one."""

@@ -1,10 +1,10 @@
 """From logits to tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf, isfinite
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,10 +37,15 @@ class SampleRows:
     Attributes:
         slots: int64 [rows], each row's place in the sampling state.
         positions: int64 [rows], the absolute position in its sequence of the token to draw; the key of its noise.
+        masks: int32 [masks, words], a bit for each id that a grammar permits, 32 ids a word from the lowest bit on;
+            words is the vocabulary's size over 32, rounded up.
+        mask_rows: int64 [rows], which mask each row has; -1 for none.
     """
 
     slots: Tensor
     positions: Tensor
+    masks: Tensor | None = None
+    mask_rows: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,11 @@ class Sampler:
             raise ValueError(f"draw must be one of {', '.join(draws)}, not {draw!r}")
         self.state = state
         self._draw = draws[draw]()
+        self._fused = None
+        if state.tables is not None and draw == "two_level":
+            from freewheel.sampling.fused import FusedSampler  # only here: it imports Triton
+
+            self._fused = FusedSampler(state)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Samples:
         """Draw a token for each row. The caller appends it to the state before it draws the sequence's next one.
@@ -93,10 +103,13 @@ class Sampler:
         logits, valid = logits.detach(), self.state.valid_vocab_size
         if logits.shape[1] > valid:
             logits = logits[:, :valid]
+        if self._fused is not None:
+            return self._sample_fused(self._fused, logits, rows)
+        masked = [-1] * len(rows.slots) if rows.mask_rows is None else rows.mask_rows.tolist()
         settings, positions = [self.state.settings[slot] for slot in rows.slots.tolist()], rows.positions.tolist()
         kinds = [
-            asked.needs & (RANDOM | TRUNCATED) | asked.edited(position) * _EDITED
-            for asked, position in zip(settings, positions)
+            asked.needs & (RANDOM | TRUNCATED) | (asked.edited(position) or mask >= 0) * _EDITED
+            for asked, position, mask in zip(settings, positions, masked)
         ]
         tokens, statuses = [-1] * len(kinds), [0] * len(kinds)
         processed: dict[int, Tensor] = {}
@@ -104,7 +117,7 @@ class Sampler:
             at = _index(members)
             values = logits if len(members) == len(kinds) else logits[at]
             if kind & _EDITED:
-                values = self._edit(values, rows.slots[at], rows.positions[at])
+                values = self._edit(values, rows, at)
             asked, values = [settings[row] for row in members], values.cpu().float()
             drawn, health = self._tokens(kind, values, asked, [positions[row] for row in members])
             for i, row in enumerate(members):
@@ -112,24 +125,61 @@ class Sampler:
                 if asked[i].needs & PROCESSED and not health[i]:
                     processed[row] = _left(values[i], asked[i])
 
-        device, logprobs = logits.device, None
-        if any(asked.needs & LOGPROBS for asked in settings):
-            asking = [row for row, asked in enumerate(settings) if asked.needs & LOGPROBS and not statuses[row]]
-            logprobs = describe(
-                torch.tensor(asking, dtype=torch.int64, device=device),
-                [processed.get(row, logits[row]) for row in asking],
-                [settings[row].temperature or 1.0 if row in processed else 1.0 for row in asking],
-                [tokens[row] for row in asking],
-                [settings[row].alternatives for row in asking],
-            )
         found = torch.from_numpy(np.array(tokens, np.int64)), torch.from_numpy(np.array(statuses, np.uint8))
-        return Samples(found[0].to(device), found[1].to(device), logprobs)
+        logprobs = self._describe(logits, settings, tokens, statuses, processed)
+        return Samples(found[0].to(logits.device), found[1].to(logits.device), logprobs)
 
-    def _edit(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """A float32 copy with masks, bias and penalties; all NaN where the model gave NaN or +inf."""
+    def _sample_fused(self, fused: Any, logits: Tensor, rows: SampleRows) -> Samples:
+        """The same by Triton's kernels. Log probabilities still come from torch, which waits for the device."""
+        if logits.dtype == torch.float64:
+            logits = logits.float()
+        tokens, status = fused.sample(logits, rows.slots, rows.positions, rows.masks, rows.mask_rows)
+        if not self.state.asked(LOGPROBS):
+            return Samples(tokens, status, None)
+        settings = [self.state.settings[slot] for slot in rows.slots.tolist()]
+        processed = {
+            row: _left(self._edit(logits[row : row + 1], rows, slice(row, row + 1))[0].cpu(), asked)
+            for row, asked in enumerate(settings)
+            if asked.needs & PROCESSED
+        }
+        return Samples(tokens, status, self._describe(logits, settings, tokens.tolist(), status.tolist(), processed))
+
+    def _describe(
+        self,
+        logits: Tensor,
+        settings: Sequence[Settings],
+        tokens: Sequence[int],
+        statuses: Sequence[int],
+        processed: Mapping[int, Tensor],
+    ) -> Logprobs | None:
+        """Log probabilities of the rows that asked for them and have a token."""
+        if not any(asked.needs & LOGPROBS for asked in settings):
+            return None
+        asking = [row for row, asked in enumerate(settings) if asked.needs & LOGPROBS and not statuses[row]]
+        return describe(
+            torch.tensor(asking, dtype=torch.int64, device=logits.device),
+            [processed.get(row, logits[row]) for row in asking],
+            [settings[row].temperature or 1.0 if row in processed else 1.0 for row in asking],
+            [tokens[row] for row in asking],
+            [settings[row].alternatives for row in asking],
+        )
+
+    def _edit(self, logits: Tensor, rows: SampleRows, at: slice | list[int]) -> Tensor:
+        """A float32 copy with masks, bias and penalties; all NaN where the model gave NaN or +inf.
+
+        Args:
+            logits: those of the rows that ``at`` selects.
+            rows: of the whole batch.
+            at: an index of rows.
+        """
         values = logits.to(torch.float32, copy=True)
         sick = ~(values.amax(1) < torch.inf)
-        transform(self.state, values, slots, positions)
+        if rows.masks is not None and rows.mask_rows is not None:
+            ids = torch.arange(values.shape[1], device=values.device)
+            mask_rows = rows.mask_rows[at]
+            permitted = (rows.masks[mask_rows.clamp(min=0)][:, ids >> 5] >> (ids & 31)) & 1
+            values[(permitted == 0) & (mask_rows >= 0)[:, None]] = -torch.inf
+        transform(self.state, values, rows.slots[at], rows.positions[at])
         if sick.any():  # a mask must not hide it
             values[sick] = torch.nan
         return values

@@ -4,17 +4,21 @@ A sequence takes a slot when it joins and gives it back when it leaves. Joining 
 slot's places; a step only appends tokens. Nothing is rebuilt, and a slot that asked for nothing costs nothing.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from freewheel.sampling import tables
 from freewheel.sampling.params import SamplingParams
 from freewheel.sampling.pool import ListPool
+from freewheel.sampling.tables import Tables
 
-RANDOM, TRUNCATED, LOGPROBS, PROCESSED = (1 << bit for bit in range(4))
-"""What a slot needs: a draw, from what top-k, top-p or min-p leave; log probabilities, taken after all changes."""
+RANDOM, TRUNCATED, NUCLEUS, EDITED, LOGPROBS, PROCESSED = NEEDS = tuple(1 << bit for bit in range(6))
+"""What a slot needs: a draw, from what top-k, top-p or min-p leave, a nucleus of the whole vocabulary; masks, bias or
+penalties; log probabilities, taken after all changes."""
 
 ALWAYS = torch.iinfo(torch.int64).max
 
@@ -75,6 +79,7 @@ class SamplingState:
         *,
         valid_vocab_size: int | None = None,
         device: torch.device | str = "cpu",
+        fused: bool | None = None,
     ) -> None:
         """Make room for ``slots`` sequences.
 
@@ -84,6 +89,7 @@ class SamplingState:
             max_length: longest sequence in tokens.
             valid_vocab_size: ids that the tokenizer knows, where the head is padded beyond it.
             device: where the logits will be.
+            fused: keep the tables that the Triton kernels read. None does so for CUDA devices.
         """
 
         def numbers(dtype: torch.dtype, fill: float = 0) -> Tensor:
@@ -109,6 +115,9 @@ class SamplingState:
         self.count_rows = numbers(torch.int64, -1)
         self._output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._free_count_rows: list[int] = []
+        self._users: Counter[int] = Counter()
+        fused = self.device.type == "cuda" if fused is None else fused
+        self.tables = Tables(slots, vocab_size, self.device) if fused else None
 
     def join(
         self,
@@ -158,10 +167,13 @@ class SamplingState:
         if params.temperature > 0.0:
             truncated = top_k < self.valid_vocab_size or params.top_p < 1.0 or params.min_p > 0.0
             needs |= RANDOM | TRUNCATED if truncated else RANDOM
+            if truncated and top_k == self.valid_vocab_size and params.top_p < 1.0:
+                needs |= NUCLEUS
         if params.logprobs is not None:
             needs |= LOGPROBS | PROCESSED if params.logprobs_mode == "processed" else LOGPROBS
         edited = params.allowed_token_ids or params.logit_bias or bad_word_ids or params.uses_penalties
         edited_until = ALWAYS if edited else 0
+        ids = set()
         if params.min_tokens:
             # An end id outside the vocabulary (some configurations say -1) can't be drawn anyway.
             ids = {token for token in (*end_ids, *params.stop_token_ids) if 0 <= token < self.valid_vocab_size}
@@ -179,9 +191,22 @@ class SamplingState:
             distances = [distance for word in bad_word_ids for distance in reversed(range(len(word)))]
             self.bad_words.put(slot, torch.tensor([token for word in bad_word_ids for token in word]))
             self.bad_word_distances.put(slot, torch.tensor(distances))
-        count_row = -1
+        if edited_until:
+            needs |= EDITED
+        count_row, columns = -1, {}
+        if self.tables is not None and edited_until:
+            columns = self.tables.edit(
+                slot,
+                allowed=params.allowed_token_ids,
+                seen={*prompt_ids, *output_ids} if params.uses_penalties else None,
+                output=output_ids,
+                bias=dict(params.logit_bias or ()),
+                held_back=ids,
+                bad_words=bad_word_ids,
+            )
         if params.uses_penalties:
-            self.count_rows[slot] = count_row = self._count(tokens[len(prompt_ids) :].to(self.device))
+            count_row = columns[tables.EDIT_ROW] if columns else self._count(tokens[len(prompt_ids) :].to(self.device))
+            self.count_rows[slot] = count_row
         self.settings[slot] = Settings(
             needs=needs,
             seed=seed,
@@ -193,12 +218,43 @@ class SamplingState:
             edited_until=edited_until,
             count_row=count_row,
         )
+        self._users.update(need for need in NEEDS if needs & need)
+        if self.tables is not None:
+            self.tables.join(
+                slot,
+                {
+                    tables.SEED: seed,
+                    tables.NEEDS: needs,
+                    tables.EDITED_UNTIL: edited_until,
+                    tables.TOP_K: top_k,
+                    tables.PROMPT_LENGTH: len(prompt_ids),
+                    tables.MIN_TOKENS: params.min_tokens,
+                    **columns,
+                },
+                {
+                    tables.TEMPERATURE: params.temperature,
+                    tables.TOP_P: params.top_p,
+                    tables.MIN_P: params.min_p,
+                    tables.REPETITION: params.repetition_penalty,
+                    tables.FREQUENCY: params.frequency_penalty,
+                    tables.PRESENCE: params.presence_penalty,
+                },
+            )
+
+    def asked(self, need: int) -> bool:
+        """Whether any sequence has this need."""
+        return self._users[need] > 0
 
     def append(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Add a token drawn for each of ``slots``, all distinct, at the end of its sequence; all int64 [rows].
 
         A row without a token (-1, see ``Samples.status``) is left as it is.
         """
+        if self.tables is not None:
+            from freewheel.sampling.fused import append  # only here: it imports Triton
+
+            append(self, slots, positions, tokens)
+            return
         history: Any = self.history
         output_counts: Any = self._output_counts
         if self.device.type == "cpu":  # to write a number through NumPy costs a tenth
@@ -216,9 +272,14 @@ class SamplingState:
         for pool in pools:
             pool.drop(slot)
         self.min_tokens[slot] = 0
-        if self.settings[slot].count_row >= 0:
-            self._free_count_rows.append(self.settings[slot].count_row)
+        settings = self.settings[slot]
+        if settings.count_row >= 0:
+            if self.tables is None:
+                self._free_count_rows.append(settings.count_row)
             self.count_rows[slot] = -1
+        if self.tables is not None:
+            self.tables.leave(slot)
+        self._users.subtract(need for need in NEEDS if settings.needs & need)
         self.settings[slot] = Settings()
 
     def holds_back(self, slots: Tensor, positions: Tensor) -> Tensor:
@@ -243,7 +304,8 @@ class SamplingState:
         rows = torch.repeat_interleave(positions)
         within = torch.arange(len(rows), device=rows.device) - (positions.cumsum(0) - positions)[rows]
         tokens = self.history[slots[rows], within]
-        return rows, tokens, self._output_counts[self.count_rows[slots][rows], tokens]
+        counts = self._output_counts if self.tables is None else self.tables.counts
+        return rows, tokens, counts[self.count_rows[slots][rows], tokens]
 
     def _count(self, output: Tensor) -> int:
         """A row that counts ``output`` int64 [length]; rows are added as slots first need them."""

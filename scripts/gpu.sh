@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Runs the named parts on a machine with a CUDA device, with the python3 that has torch and Triton there:
+#   tests      every test with the marker gpu, and the kernels' tests at full speed
+#   sampler    freewheel bench sampler
+# Logs and JSON go to $OUT (default: gpu-results); a short table comes last. Wheels in .whl/ fill what python3 lacks.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+OUT=${OUT:-gpu-results}
+mkdir -p "$OUT"
+if [ -d .whl ]; then
+    python3 -m pip install -q --no-index --no-deps --target "${TMPDIR:-/tmp}/site" .whl/*.whl
+    export PYTHONPATH="${TMPDIR:-/tmp}/site:$PWD/src"
+else
+    export PYTHONPATH="$PWD/src"
+fi
+
+failed=0
+for part in "${@:-tests}"; do
+    case $part in
+    tests)
+        python3 -m pytest -q --tb=short -p no:cacheprovider -m gpu tests >"$OUT/tests.log" 2>&1 || failed=1
+        python3 -m pytest -q --tb=short -p no:cacheprovider tests/sampling/test_fused.py >"$OUT/fused.log" 2>&1 || failed=1
+        ;;
+    sampler)
+        python3 -m freewheel bench sampler --device cuda --dtype bfloat16 --vocab 151936 --batch 1,32,128,256 \
+            --json "$OUT/sampler.json" >"$OUT/sampler.log" 2>&1 || failed=1
+        ;;
+    *)
+        echo "unknown part: $part" >&2
+        exit 2
+        ;;
+    esac
+done
+for log in "$OUT"/*.log; do
+    echo "== $(basename "$log")"
+    tail -n 30 "$log"
+done
+exit $failed

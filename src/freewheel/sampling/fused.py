@@ -1,0 +1,180 @@
+"""Launches the kernels: the sampler of devices that Triton serves."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from freewheel.sampling import kernels
+from freewheel.sampling.draw import ATTEMPTS, BLOCK
+from freewheel.sampling.state import EDITED, NUCLEUS, TRUNCATED, SamplingState
+
+
+class Inputs(NamedTuple):
+    """What all kernels read: tensors, or their addresses, and sizes."""
+
+    logits: Any
+    stride: int
+    slots: Any
+    positions: Any
+    history: Any
+    max_length: int
+    masks: Any
+    mask_rows: Any
+    settings: Any
+    bits: Any
+    lists: Any
+    counts: Any
+    edited_values: Any
+    words: int
+    vocab_size: int
+    drawable: int
+
+
+class Workspace(NamedTuple):
+    """What the kernels hand to each other: tensors, or their addresses."""
+
+    maxima: Any
+    sums: Any
+    pending: Any
+    bounds: Any
+    peaks: Any
+    totals: Any
+    drafts: Any
+    draft_values: Any
+    masses: Any
+    reaching: Any
+    reaching_blocks: Any
+    candidates: Any
+
+
+def workspace(rows: int, blocks: int, device: torch.device) -> Workspace:
+    """Room for ``rows``, whose vocabulary has so many blocks."""
+
+    def room(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.zeros(rows, *shape, dtype=dtype, device=device)
+
+    return Workspace(
+        maxima=room(torch.float32, blocks),
+        sums=room(torch.float32, blocks),
+        pending=room(torch.int32),
+        bounds=room(torch.float32),
+        peaks=room(torch.float32),
+        totals=room(torch.int64),
+        drafts=room(torch.int32, ATTEMPTS),
+        draft_values=room(torch.float32, ATTEMPTS),
+        masses=room(torch.int64, ATTEMPTS),
+        reaching=room(torch.int32),
+        reaching_blocks=room(torch.int32, blocks),
+        candidates=room(torch.int32, kernels.CAPACITY.value),
+    )
+
+
+def _addresses(places: Any) -> Any:
+    """The same tuple with addresses in place of tensors."""
+    return type(places)(*(place.data_ptr() if isinstance(place, Tensor) else place for place in places))
+
+
+class FusedSampler:
+    """Tokens of a batch in two to five launches, without a look at the device.
+
+    Which kernels are launched follows from what the slots in use may ask, known on the host; what a row gets, on the
+    device. A captured graph serves as long as these needs and the storage of ``state.tables`` stay (see ``signature``).
+    """
+
+    def __init__(self, state: SamplingState) -> None:
+        """Sample for the sequences of ``state``, which has tables."""
+        assert state.tables is not None
+        self.state = state
+        self.tables = state.tables
+        self.cuda = state.device.type == "cuda"
+        self._workspaces: dict[int, Workspace] = {}
+        self._addresses: dict[int, Workspace] = {}
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._none = torch.zeros(1, dtype=torch.int64, device=state.device)
+
+    def sample(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, masks: Tensor | None, mask_rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens int64 [rows] and statuses uint8 [rows]; see ``Sampler.sample``."""
+        state, tables = self.state, self.tables
+        edits, truncated, nucleus = (state.asked(need) for need in (EDITED, TRUNCATED, NUCLEUS))
+        masked = masks is not None
+        rows, drawable = len(slots), state.valid_vocab_size
+        blocks = triton.cdiv(drawable, BLOCK)
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        statuses = torch.empty(rows, dtype=torch.uint8, device=logits.device)
+        if rows not in self._workspaces:
+            self._workspaces[rows] = workspace(rows, blocks, logits.device)
+            self._addresses[rows] = _addresses(self._workspaces[rows])
+        inputs = Inputs(
+            logits, logits.stride(0), slots, positions, state.history, state.max_length,
+            masks if masked else self._none, mask_rows if masked else self._none,
+            tables.settings, tables.bits, tables.lists.entries, tables.counts, tables.values,
+            tables.words, state.vocab_size, drawable,
+        )  # fmt: skip
+        # What a compiled kernel takes for granted besides what never changes: types, and addresses and strides that are
+        # multiples of 16.
+        key = (rows, logits.dtype, inputs.stride, logits.data_ptr() % 16, edits, truncated, masked)
+        launch = self._launcher(key, inputs, rows, logits.device.index)
+        draws = ATTEMPTS if truncated or edits or masked else 1
+        chained = self.cuda
+        if edits:
+            launch(kernels.edit, (8, rows), (), (128, 8, chained), 4, False)
+        tile = 4 if rows < 8 else 8 if rows < 64 or edits else 16
+        grid = triton.cdiv(blocks, tile), rows
+        launch(kernels.block_stats, grid, (blocks,), (tile, edits, masked, chained), 4, edits)
+        constants = draws, edits, masked, chained
+        padded = triton.next_power_of_2(blocks)
+        launch(kernels.choose, (rows, 1), (tokens, statuses, blocks), (padded, *constants), 4 if rows < 64 else 8, True)
+        if truncated:
+            if nucleus:
+                parts = 64 if rows < 8 else 32 if rows < 64 else 16
+                launch(kernels.scan, (parts, rows), (blocks,), (8, parts, *constants), 4, True)
+            launch(kernels.resolve, (rows, 1), (tokens, blocks), (32, *constants), 4, True)
+        return tokens, statuses
+
+    def _launcher(self, key: tuple[Any, ...], inputs: Inputs, rows: int, device: int | None) -> Callable[..., None]:
+        """A function that launches a kernel on these inputs: by its handle and addresses alone once it is compiled.
+
+        Triton's own launch looks at every argument each time, which takes longer than the kernels do.
+        """
+        stream = torch.cuda.current_stream(device).cuda_stream if self.cuda else None
+        addresses = _addresses(inputs) if self.cuda else ()
+        places, place_addresses = self._workspaces[rows], self._addresses[rows]
+
+        def launch(
+            kernel: Any,
+            grid: tuple[int, int],
+            args: tuple[Any, ...],
+            constants: tuple[Any, ...],
+            warps: int,
+            chained: bool,
+        ) -> None:
+            compiled = self._compiled.get((key, id(kernel)))
+            if compiled is None:
+                options: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": chained} if self.cuda else {}
+                work = () if kernel is kernels.edit else (places,)
+                compiled = kernel[grid](inputs, *work, *args, *constants, num_warps=warps, **options)
+                self._compiled[key, id(kernel)] = compiled  # None where kernels are interpreted
+                return
+            work = () if kernel is kernels.edit else (place_addresses,)
+            args = tuple(arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args)
+            compiled.run(
+                *grid, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                addresses, *work, *args, *constants,
+            )  # fmt: skip
+
+        return launch
+
+
+def append(state: SamplingState, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
+    """``SamplingState.append`` of a state with tables, by a kernel."""
+    tables = state.tables
+    assert tables is not None
+    kernels.append[(len(slots),)](
+        slots, positions, tokens, state.history, state.max_length, tables.settings, tables.bits, tables.counts,
+        tables.words, state.vocab_size,
+    )  # fmt: skip

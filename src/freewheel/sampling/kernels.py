@@ -1,0 +1,657 @@
+"""The sampler on the device: the whole tail from logits to tokens in a few launches, with no host in between.
+
+    edit         [parts, rows]  the values of the few ids that a row's bias, penalties and bad words change
+    block_stats  [tiles, rows]  one read of the logits: the maximum and the sum of exponentials of each block
+    choose       [rows]         the token of plain and greedy rows; for the others a bound, or draws to check
+    scan         [parts, rows]  the mass before each draw of a nucleus, from the blocks that reach above it
+    resolve      [rows]         rows with truncation: the first draw that it keeps, or one of the candidates
+
+What several programs add up are integers (weights in units of 2**-40 of the largest), which no order changes, and every
+float sum is over one block or list in a fixed order: a row's bits never depend on the batch or the clock.
+
+Masks are applied and edited values are put in place as the logits are read, by one function, wherever they are read.
+
+All read ``inputs`` and hand each other what is in ``work``; see fused.py. Constants say what some row of the batch may
+need: EDITS (bias, penalties, lists of ids), MASKED (grammar masks), DRAWS above 1 (truncation). CHAINED kernels start
+before the one ahead of them ends, and go on at ``gdc_wait`` when it has (programmatic dependent launch).
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from freewheel.sampling import draw, state, tables
+
+BLOCK = tl.constexpr(draw.BLOCK)
+WORDS = tl.constexpr(draw.BLOCK // 32)
+ATTEMPTS = tl.constexpr(draw.ATTEMPTS)
+LOG2E = tl.constexpr(1.4426950408889634)
+UNIT = tl.constexpr(2.0**40)
+
+OK, EMPTY, NAN = (tl.constexpr(status) for status in range(3))
+DONE, GATHER, CHECK, SELECT = (tl.constexpr(mode) for mode in range(4))
+CAPACITY = tl.constexpr(1024)
+FEW = tl.constexpr(128)
+
+# Composite keys order candidates by value and then by id, larger first: 32 bits of value, 20 bits of inverted id.
+ID_BITS = tl.constexpr(20)
+KEY_BITS = tl.constexpr(52)
+LAST_ID = tl.constexpr(2**20 - 1)
+
+COLUMNS = tl.constexpr(tables.COLUMNS)
+SEED = tl.constexpr(tables.SEED)
+NEEDS = tl.constexpr(tables.NEEDS)
+EDITED_UNTIL = tl.constexpr(tables.EDITED_UNTIL)
+TEMPERATURE = tl.constexpr(tables.TEMPERATURE)
+TOP_K = tl.constexpr(tables.TOP_K)
+TOP_P = tl.constexpr(tables.TOP_P)
+MIN_P = tl.constexpr(tables.MIN_P)
+PROMPT_LENGTH = tl.constexpr(tables.PROMPT_LENGTH)
+MIN_TOKENS = tl.constexpr(tables.MIN_TOKENS)
+REPETITION = tl.constexpr(tables.REPETITION)
+FREQUENCY = tl.constexpr(tables.FREQUENCY)
+PRESENCE = tl.constexpr(tables.PRESENCE)
+EDIT_ROW = tl.constexpr(tables.EDIT_ROW)
+EDIT_KINDS = tl.constexpr(tables.EDIT_KINDS)
+EDIT_LIST = tl.constexpr(tables.EDIT_LIST)
+LISTED_COUNT = tl.constexpr(tables.LISTED_COUNT)
+
+ALLOWED = tl.constexpr(tables.ALLOWED)
+SEEN = tl.constexpr(tables.SEEN)
+TOUCHED = tl.constexpr(tables.TOUCHED)
+LISTED = tl.constexpr(tables.LISTED)
+RANKS = tl.constexpr(tables.RANKS)
+PLANES = tl.constexpr(tables.PLANES)
+LIMITED = tl.constexpr(tables.LIMITED)
+PENALISED = tl.constexpr(tables.PENALISED)
+
+TRUNCATED = tl.constexpr(state.TRUNCATED)
+
+
+@triton.jit
+def _setting(settings, slot, COLUMN: tl.constexpr):
+    """An integer of the slot."""
+    return tl.load(settings + slot * COLUMNS + COLUMN)
+
+
+@triton.jit
+def _real(settings, slot, COLUMN: tl.constexpr):
+    """A float64 of the slot."""
+    return tl.load(settings + slot * COLUMNS + COLUMN).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _scale(settings, slot):
+    """What turns a difference of logits into a binary logarithm of a ratio of weights, float32; that of 1 if greedy."""
+    temperature = _real(settings, slot, TEMPERATURE)
+    return (1.0 / tl.where(temperature > 0, temperature, 1.0) * LOG2E).to(tl.float32)
+
+
+@triton.jit
+def _units(weights):
+    """Weights as integers."""
+    return (weights * UNIT).to(tl.int64)
+
+
+@triton.jit
+def _share(total, word):
+    """The random word's place in an integer total: floor(total * word / 2**32), below the total."""
+    return tl.umulhi(total.to(tl.uint64), word.to(tl.uint64) << 32).to(tl.int64)
+
+
+@triton.jit
+def _ordered(values):
+    """Integers, int32, in the order of the float32 values; -0 equals +0."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _unordered(integers):
+    """The values of ``_ordered`` integers."""
+    return (integers ^ ((integers >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _key(values, ids):
+    """Composite keys, int64, not negative, all different: larger values first, then smaller ids. NaN does not occur."""
+    return ((_ordered(values).to(tl.int64) + 2147483648) << ID_BITS) + (LAST_ID - ids)
+
+
+@triton.jit
+def _words(settings, slot, position, lanes):
+    """Random words of a row, four for each lane; see sampling.rng."""
+    zero = tl.zeros_like(lanes)
+    return tl.philox(_setting(settings, slot, SEED), zero + position.to(tl.int32), lanes, zero, zero)
+
+
+@triton.jit
+def _popcount(words):
+    words = words.to(tl.uint32, bitcast=True)
+    words = words - ((words >> 1) & 0x55555555)
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F
+    return ((words * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _bit(words, ids):
+    return ((words >> (ids & 31)) & 1) == 1
+
+
+@triton.jit
+def edit(inputs, STEP: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr):
+    """For each id that its slot lists or has seen: the value after bias, held-back ends, bad words and penalties."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(inputs.slots + row)
+    position = tl.load(inputs.positions + row)
+    if CHAINED:
+        gdc_launch_dependents()
+    if position >= _setting(inputs.settings, slot, EDITED_UNTIL):
+        return
+    edit_row = _setting(inputs.settings, slot, EDIT_ROW)
+    plane = inputs.bits + edit_row * (PLANES * inputs.words)
+    penalised = (_setting(inputs.settings, slot, EDIT_KINDS) & PENALISED) != 0
+    start = _setting(inputs.settings, slot, EDIT_LIST)
+    listed = _setting(inputs.settings, slot, LISTED_COUNT)
+    seen_tokens = tl.where(penalised, position, 0)
+    holds_back = position - _setting(inputs.settings, slot, PROMPT_LENGTH) < _setting(inputs.settings, slot, MIN_TOKENS)
+    repetition = _real(inputs.settings, slot, REPETITION).to(tl.float32)
+    frequency = _real(inputs.settings, slot, FREQUENCY).to(tl.float32)
+    presence = _real(inputs.settings, slot, PRESENCE).to(tl.float32)
+    # An id may turn up several times, in the history and in the list: each time it gets the same value.
+    for part in range(tl.program_id(0) * STEP, listed + seen_tokens, PARTS * STEP):
+        i = part + tl.arange(0, STEP)
+        from_list = i < listed
+        ids = tl.load(inputs.lists + start + 5 * i, mask=from_list, other=-1).to(tl.int64)
+        ids = tl.where(
+            from_list,
+            ids,
+            tl.load(
+                inputs.history + slot * inputs.max_length + i - listed,
+                mask=(i >= listed) & (i < listed + seen_tokens),
+                other=-1,
+            ),
+        )
+        inside = (ids >= 0) & (ids < inputs.drawable)
+        values = tl.load(inputs.logits + row * inputs.stride + ids, mask=inside, other=0.0).to(tl.float32)
+        if listed > 0:
+            marks = tl.load(plane + LISTED * inputs.words + (ids >> 5), mask=inside, other=0)
+            marked = inside & _bit(marks, ids.to(tl.int32))
+            rank = tl.load(plane + RANKS * inputs.words + (ids >> 5), mask=marked, other=0)
+            rank += _popcount(marks & ((1 << (ids.to(tl.int32) & 31)) - 1))
+            entry = inputs.lists + start + 5 * rank
+            bias = tl.load(entry + 1, mask=marked, other=0).to(tl.float32, bitcast=True)
+            banned = marked & (tl.load(entry + 2, mask=marked, other=0) == 1) & holds_back
+            first_word = tl.load(entry + 3, mask=marked, other=0)
+            words = tl.load(entry + 4, mask=marked, other=0)
+            for j in range(tl.max(words, 0)):
+                here = marked & (j < words)
+                word = inputs.lists + start + first_word + 2 * j
+                before = tl.load(word, mask=here, other=0)
+                length = tl.load(word + 1, mask=here, other=0)
+                matches = here & (length <= position)
+                for distance in range(1, tl.max(length, 0) + 1):
+                    token = tl.load(inputs.history + slot * inputs.max_length + tl.maximum(position - distance, 0))
+                    compared = matches & (distance <= length)
+                    wanted = tl.load(inputs.lists + start + before + length - distance, mask=compared, other=0)
+                    matches = matches & ((compared == 0) | (wanted == token))
+                banned = banned | matches
+            values = tl.where(banned, -float("inf"), values + bias)
+        if penalised:
+            seen = inside & _bit(
+                tl.load(plane + SEEN * inputs.words + (ids >> 5), mask=inside, other=0), ids.to(tl.int32)
+            )
+            times = tl.load(inputs.counts + edit_row * inputs.vocab_size + ids, mask=seen, other=0).to(tl.float32)
+            lowered = tl.where(values > 0, values / repetition, values * repetition)
+            lowered = lowered - times * frequency - tl.where(times > 0, presence, 0.0)
+            values = tl.where(seen, lowered, values)
+        tl.store(inputs.edited_values + edit_row * inputs.vocab_size + ids, values, mask=inside)
+
+
+@triton.jit
+def _bits(mask, blocks, wanted, mask_words):
+    """The bits of whole ``blocks`` [n], bool [n, BLOCK]. A thread reads one word for its eight ids."""
+    eighth = tl.arange(0, BLOCK // 8)
+    span = blocks[:, None] * WORDS + (eighth >> 2)[None, :]
+    words = tl.load(mask + span, mask=(span < mask_words) & wanted[:, None], other=0)
+    shift = ((eighth & 3) * 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
+    return tl.reshape((words[:, :, None] >> shift) & 1, [blocks.shape[0], BLOCK]) != 0
+
+
+@triton.jit
+def _changes(inputs, row, slot, position, EDITS: tl.constexpr, MASKED: tl.constexpr):
+    """What changes the row's logits: its row of edits and its mask, -1 for none; whether its slot limits the ids."""
+    edit_row = tl.full([], -1, tl.int64)
+    mask_row = tl.full([], -1, tl.int64)
+    limited = tl.full([], 0, tl.int64)
+    if EDITS:
+        edited = position < _setting(inputs.settings, slot, EDITED_UNTIL)
+        edit_row = tl.where(edited, _setting(inputs.settings, slot, EDIT_ROW), -1)
+        limited = _setting(inputs.settings, slot, EDIT_KINDS) & LIMITED
+    if MASKED:
+        mask_row = tl.load(inputs.mask_rows + row)
+    return edit_row, mask_row, limited
+
+
+@triton.jit
+def _load(inputs, row, changes, blocks, wanted, EDITS: tl.constexpr, MASKED: tl.constexpr, LOOK: tl.constexpr = False):
+    """Values of the row's ``blocks`` [n] that are ``wanted``, float32 [n, BLOCK]; -inf elsewhere.
+
+    LOOK: first see whether the blocks hold any id that is touched, as most don't.
+    """
+    edit_row, mask_row, limited = changes
+    ids = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (ids < inputs.drawable) & wanted[:, None]
+    raw = tl.load(inputs.logits + row * inputs.stride + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    values = raw
+    if EDITS:
+        if edit_row >= 0:
+            plane = inputs.bits + edit_row * (PLANES * inputs.words)
+            some = 1
+            if LOOK:
+                spans = blocks[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+                words = tl.load(
+                    plane + TOUCHED * inputs.words + spans, mask=(spans < inputs.words) & wanted[:, None], other=0
+                )
+                some = tl.max(tl.max((words != 0).to(tl.int32), 1), 0)
+            if some > 0:
+                touched = inside & _bits(plane + TOUCHED * inputs.words, blocks, wanted, inputs.words)
+                edited = tl.load(inputs.edited_values + edit_row * inputs.vocab_size + ids, mask=touched, other=0.0)
+                values = tl.where(touched, edited, values)
+            if limited > 0:
+                values = tl.where(
+                    _bits(plane + ALLOWED * inputs.words, blocks, wanted, inputs.words), values, -float("inf")
+                )
+    if MASKED:
+        if mask_row >= 0:
+            values = tl.where(
+                _bits(inputs.masks + mask_row * inputs.words, blocks, wanted, inputs.words), values, -float("inf")
+            )
+    if EDITS or MASKED:
+        # A mask must not hide that the model has failed.
+        values = tl.where((raw != raw) | (raw == float("inf")), float("nan"), values)
+    return values
+
+
+@triton.jit
+def _load_at(inputs, row, changes, ids, wanted, EDITS: tl.constexpr):
+    """Values of single ``ids`` [n] that no mask forbids, float32 [n]; -inf where not ``wanted``."""
+    edit_row, _, _ = changes
+    values = tl.load(inputs.logits + row * inputs.stride + ids, mask=wanted, other=-float("inf")).to(tl.float32)
+    if EDITS:
+        if edit_row >= 0:
+            words = tl.load(
+                inputs.bits + edit_row * (PLANES * inputs.words) + TOUCHED * inputs.words + (ids >> 5),
+                mask=wanted,
+                other=0,
+            )
+            touched = wanted & _bit(words, ids)
+            edited = tl.load(inputs.edited_values + edit_row * inputs.vocab_size + ids, mask=touched, other=0.0)
+            values = tl.where(touched, edited, values)
+    return values
+
+
+@triton.jit
+def block_stats(
+    inputs, work, block_count, TILE: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr, CHAINED: tl.constexpr
+):
+    """Per block its maximum and, relative to it, its sum of exponentials: NaN if the block has NaN or +inf."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(inputs.slots + row)
+    blocks = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    changes = _changes(inputs, row, slot, tl.load(inputs.positions + row), EDITS, MASKED)
+    if EDITS and CHAINED:
+        # Only edited rows need what the kernel before this one wrote.
+        if changes[0] >= 0:
+            gdc_wait()
+    values = _load(inputs, row, changes, blocks, blocks < block_count, EDITS, MASKED, LOOK=True)
+    if CHAINED:
+        gdc_launch_dependents()
+    peaks = tl.max(values, 1)
+    level = tl.where(peaks == -float("inf"), 0.0, peaks)
+    weights = tl.exp2((values - level[:, None]) * _scale(inputs.settings, slot))
+    tl.store(work.maxima + row * block_count + blocks, peaks, mask=blocks < block_count)
+    tl.store(work.sums + row * block_count + blocks, tl.sum(weights, 1), mask=blocks < block_count)
+
+
+@triton.jit
+def _reached_by(maxima, peak, k):
+    """A number that at least k of ``maxima`` [n] reach, and few others: from counts in 62 steps below the peak."""
+    finite = maxima > -float("inf")
+    mean = tl.sum(tl.where(finite, maxima, 0.0), 0) / tl.sum(finite.to(tl.float32), 0)
+    enough = tl.sum((maxima >= mean).to(tl.int32), 0) >= k
+    low = tl.where(enough, mean, tl.min(tl.where(finite, maxima, peak), 0))
+    step = tl.maximum((peak - low) / 62, 1e-30)
+    steps = tl.minimum((peak - tl.maximum(maxima, low - step)) / step, 63.0).to(tl.int32)
+    within = tl.cumsum(tl.histogram(tl.where(maxima >= low, steps, 63), 64), 0)
+    last = tl.sum((within < k).to(tl.int32), 0)
+    # A little lower, for what was rounded.
+    return peak - (tl.minimum(last, 62) + 1.001).to(tl.float32) * step - tl.abs(peak) * 1e-6
+
+
+@triton.jit
+def choose(
+    inputs, work, tokens, statuses, block_count, BLOCKS: tl.constexpr, DRAWS: tl.constexpr, EDITS: tl.constexpr,
+    MASKED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Draw for plain rows; prepare the others. DRAWS is 1 where no slot truncates, else ATTEMPTS."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(inputs.slots + row)
+    position = tl.load(inputs.positions + row)
+    scale = _scale(inputs.settings, slot)
+    greedy = _real(inputs.settings, slot, TEMPERATURE) == 0
+    attempt = tl.arange(0, DRAWS)
+    first, second, _, _ = _words(inputs.settings, slot, position, attempt)
+    truncated = (DRAWS > 1) & ((_setting(inputs.settings, slot, NEEDS) & TRUNCATED) != 0)
+    top_k = _setting(inputs.settings, slot, TOP_K)
+    top_p = _real(inputs.settings, slot, TOP_P)
+    min_p = _real(inputs.settings, slot, MIN_P)
+    changes = _changes(inputs, row, slot, position, EDITS, MASKED)
+    if CHAINED:
+        gdc_wait()
+    block = tl.arange(0, BLOCKS)
+    block_maxima = tl.load(work.maxima + row * block_count + block, mask=block < block_count, other=-float("inf"))
+    block_sums = tl.load(work.sums + row * block_count + block, mask=block < block_count, other=0.0)
+    peak = tl.max(block_maxima, 0)
+    weights = block_sums * tl.exp2((block_maxima - tl.where(peak > -float("inf"), peak, 0.0)) * scale)
+    mass = tl.sum(weights, 0)
+    healthy = (mass == mass) & (peak > -float("inf"))
+    tl.store(statuses + row, tl.where(mass != mass, NAN, tl.where(healthy, OK, EMPTY)).to(tl.uint8))
+    token = tl.full([], -1, tl.int32)
+    mode = tl.full([], 0, tl.int32)
+    bound = -float("inf")
+    if truncated & healthy & (top_k < inputs.drawable):
+        mode += 3
+        if top_k <= block_count:
+            mode -= 2
+            bound = _reached_by(block_maxima, peak, top_k)
+    elif healthy:
+        units = _units(weights)
+        cumulative = tl.cumsum(units, 0)
+        total = tl.sum(units, 0)
+        drawn = tl.sum((cumulative[None, :] <= _share(total, first)[:, None]).to(tl.int32), 1)
+        drawn = tl.where(greedy, tl.min(tl.where(block_maxima == peak, block, BLOCKS), 0), drawn)
+        values = _load(inputs, row, changes, drawn, drawn < block_count, EDITS, MASKED)
+        within = tl.arange(0, BLOCK)[None, :]
+        level = tl.max(values, 1)
+        inside = _units(tl.exp2((values - level[:, None]) * scale))
+        chosen = tl.sum((tl.cumsum(inside, 1) <= _share(tl.sum(inside, 1), second)[:, None]).to(tl.int32), 1)
+        chosen = tl.where(greedy, tl.min(tl.where(values == level[:, None], within, BLOCK), 1), chosen)
+        draws = drawn * BLOCK + chosen
+        token = tl.sum(tl.where(attempt == 0, draws, 0), 0)
+        if truncated:
+            draw_values = tl.sum(tl.where(within == chosen[:, None], values, 0.0), 1)
+            likely = tl.exp2((draw_values - peak) * scale).to(tl.float64) >= min_p
+            if top_p < 1:
+                mode += 2
+                bound = tl.min(draw_values, 0)
+                tl.store(work.totals + row, total)
+                tl.store(work.drafts + row * DRAWS + attempt, tl.where(likely, draws, -1))
+                tl.store(work.draft_values + row * DRAWS + attempt, draw_values)
+                # The mass before the draw within its own block, where ids decide between equal values.
+                value = draw_values[:, None]
+                ahead = (values > value) | ((values == value) & (within < chosen[:, None]))
+                shares = tl.where(ahead, tl.exp2((values - peak) * scale), 0.0)
+                tl.store(work.masses + row * DRAWS + attempt, _units(tl.sum(shares, 1)))
+            else:
+                accepted = tl.min(tl.where(likely, attempt, DRAWS), 0)
+                token = tl.sum(tl.where(attempt == accepted, draws, 0), 0)
+                if accepted == DRAWS:
+                    mode += 1
+                    bound = tl.max(draw_values, 0)
+    tl.store(tokens + row, token.to(tl.int64))
+    if DRAWS > 1:
+        tl.store(work.pending + row, mode)
+        if mode != DONE:
+            if mode != CHECK:
+                # Min-p will drop what lies below this, unless top-p has to weigh it within the top k.
+                bound = tl.where(top_k < inputs.drawable, bound, tl.maximum(bound, _min_p_bound(peak, scale, min_p)))
+            tl.store(work.peaks + row, peak)
+            tl.store(work.bounds + row, bound)
+            reaches = (block_maxima >= bound) & (block < block_count)
+            place = tl.cumsum(reaches.to(tl.int32), 0)
+            tl.store(work.reaching_blocks + row * block_count + place - 1, block, mask=reaches)
+            tl.store(work.reaching + row, tl.max(place, 0))
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _min_p_bound(peak, scale, min_p):
+    """A number that every token reaches which min-p keeps."""
+    return peak + (tl.log2(tl.maximum(min_p.to(tl.float32), 1e-37)) - 0.01) / scale - tl.abs(peak) * 1e-6
+
+
+@triton.jit
+def scan(
+    inputs, work, block_count,
+    TILE: tl.constexpr, PARTS: tl.constexpr, DRAWS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The mass before each draw of the rows whose draws ``choose`` left to check."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(inputs.slots + row)
+    changes = _changes(inputs, row, slot, tl.load(inputs.positions + row), EDITS, MASKED)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    if tl.load(work.pending + row) != CHECK:
+        return
+    scale = _scale(inputs.settings, slot)
+    peak = tl.load(work.peaks + row)
+    count = tl.load(work.reaching + row)
+    for start in range(tl.program_id(0) * TILE, count, PARTS * TILE):
+        place = start + tl.arange(0, TILE)
+        blocks = tl.load(work.reaching_blocks + row * block_count + place, mask=place < count, other=block_count)
+        values = _load(inputs, row, changes, blocks, place < count, EDITS, MASKED)
+        weights = tl.exp2((values - peak) * scale)
+        for i in tl.static_range(DRAWS):
+            own = tl.load(work.drafts + row * DRAWS + i) // BLOCK
+            value = tl.load(work.draft_values + row * DRAWS + i)
+            # Equal values come first in the blocks before the draw's own one, which ``choose`` has weighed.
+            threshold = tl.where(blocks < own, _unordered(_ordered(value) - 1), value)
+            threshold = tl.where(blocks == own, float("inf"), threshold)
+            # Rounded a block at a time: no tile size changes the sum.
+            mass = tl.sum(_units(tl.sum(tl.where(values > threshold[:, None], weights, 0.0), 1)), 0)
+            tl.atomic_add(work.masses + row * DRAWS + i, mass, sem="relaxed")
+
+
+@triton.jit
+def _ahead(others, j, other_weights, values, i):
+    """For each of ``values`` how many ``others`` come before it in the total order, and their weight."""
+    first = (others[:, None] > values[None, :]) | ((others[:, None] == values[None, :]) & (j[:, None] < i[None, :]))
+    return tl.sum(first.to(tl.int32), 0), tl.sum(tl.where(first, other_weights[:, None], 0.0), 0)
+
+
+@triton.jit
+def _pick(
+    inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, word,
+    SIZE: tl.constexpr, STEP: tl.constexpr, EDITS: tl.constexpr,
+):  # fmt: skip
+    """Truncate and draw among ``count`` candidates, at most SIZE, ids ascending: by comparing pairs, without a sort."""
+    i = tl.arange(0, SIZE)
+    ids = tl.load(candidates + i, mask=i < count, other=0)
+    values = _load_at(inputs, row, changes, ids, i < count, EDITS)
+    weights = tl.exp2((values - peak) * scale)
+    rank = tl.zeros([SIZE], tl.int32)
+    before = tl.zeros([SIZE], tl.float32)
+    if SIZE == STEP:
+        rank, before = _ahead(values, i, weights, values, i)
+    else:
+        for start in range(0, count, STEP):
+            j = start + tl.arange(0, STEP)
+            other_ids = tl.load(candidates + j, mask=j < count, other=0)
+            others = _load_at(inputs, row, changes, other_ids, j < count, EDITS)
+            more, mass = _ahead(others, j, tl.exp2((others - peak) * scale), values, i)
+            rank += more
+            before += mass
+    kept = (i < count) & (rank < top_k)
+    reference = tl.where(top_k < inputs.drawable, tl.sum(tl.where(kept, weights, 0.0), 0).to(tl.float64), total / UNIT)
+    nucleus = tl.where(top_p < 1, top_p * reference, float("inf"))
+    kept = kept & (before.to(tl.float64) < nucleus) & (weights.to(tl.float64) >= min_p)
+    # The largest kept token comes first and is always kept: the mass before a token grows with its rank.
+    target = tl.sum(tl.where(kept, weights, 0.0), 0).to(tl.float64) * ((word.to(tl.float64) + 0.5) / 4294967296.0)
+    drawn = tl.max(tl.where(kept & (before.to(tl.float64) <= target) & (weights > 0), rank, 0), 0)
+    return tl.sum(tl.where(kept & (rank == drawn), ids, 0), 0)
+
+
+@triton.jit
+def _select(
+    inputs, row, changes, peak, scale, total, top_k, top_p, min_p, word, block_count,
+    TILE: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Truncate and draw over the whole row, for any number of candidates: three searches, two bits of the key a pass.
+
+    Each finds the largest key such that the elements at or above it measure at least ``limit``: the k-th element, the
+    last of the nucleus, and the drawn one. One program reads the row 26 times a search: exact for any input, and slow.
+    """
+    floor = tl.zeros([], tl.int64)
+    found = tl.zeros([], tl.int64)
+    for stage in range(3):
+        # One pass more, the first, measures the whole.
+        limit = tl.zeros([], tl.int64)
+        least = tl.where(stage < 2, 0.0, min_p)
+        found = tl.zeros([], tl.int64)
+        if ((stage == 0) & (top_k < inputs.drawable)) | ((stage == 1) & (top_p < 1)) | (stage == 2):
+            for digit in range(-1, KEY_BITS // 2):
+                unit = tl.full([], 1, tl.int64) << (KEY_BITS - 2 - 2 * tl.maximum(digit, 0))
+                reach1 = tl.zeros([], tl.int64)
+                reach2 = tl.zeros([], tl.int64)
+                reach3 = tl.zeros([], tl.int64)
+                whole = tl.zeros([], tl.int64)
+                for start in range(0, block_count, TILE):
+                    blocks = start + tl.arange(0, TILE)
+                    values = _load(inputs, row, changes, blocks, blocks < block_count, EDITS, MASKED)
+                    ids = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+                    keys = _key(values, ids)
+                    weights = tl.exp2((values - peak) * scale)
+                    amounts = tl.where(stage == 0, 1, _units(weights))
+                    counted = (ids < inputs.drawable) & (keys >= floor) & (weights.to(tl.float64) >= least)
+                    amounts = tl.where(counted, amounts, 0)
+                    reach1 += tl.sum(tl.sum(tl.where(keys >= found + unit, amounts, 0), 1), 0)
+                    reach2 += tl.sum(tl.sum(tl.where(keys >= found + 2 * unit, amounts, 0), 1), 0)
+                    reach3 += tl.sum(tl.sum(tl.where(keys >= found + 3 * unit, amounts, 0), 1), 0)
+                    whole += tl.sum(tl.sum(amounts, 1), 0)
+                if digit < 0:
+                    nucleus = tl.ceil(top_p * tl.where(top_k < inputs.drawable, whole, total).to(tl.float64)).to(
+                        tl.int64
+                    )
+                    limit = tl.where(stage == 0, top_k, tl.where(stage == 1, nucleus, _share(whole, word) + 1))
+                else:
+                    reached = (reach1 >= limit).to(tl.int64) + (reach2 >= limit).to(tl.int64)
+                    found += unit * (reached + (reach3 >= limit).to(tl.int64))
+            floor = found
+    return LAST_ID - (found & LAST_ID)
+
+
+@triton.jit
+def resolve(
+    inputs, work, tokens, block_count, TILE: tl.constexpr, DRAWS: tl.constexpr, EDITS: tl.constexpr,
+    MASKED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The tokens of the rows that ``choose`` left pending."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(inputs.slots + row)
+    position = tl.load(inputs.positions + row)
+    scale = _scale(inputs.settings, slot)
+    top_k = _setting(inputs.settings, slot, TOP_K)
+    top_p = _real(inputs.settings, slot, TOP_P)
+    min_p = _real(inputs.settings, slot, MIN_P)
+    changes = _changes(inputs, row, slot, position, EDITS, MASKED)
+    if CHAINED:
+        gdc_wait()
+    mode = tl.load(work.pending + row)
+    if mode == DONE:
+        return
+    peak = tl.load(work.peaks + row)
+    total = tl.load(work.totals + row)
+    bound = tl.load(work.bounds + row)
+    blocks_left = tl.load(work.reaching + row)
+    token = tl.full([], -1, tl.int64)
+    if mode == CHECK:
+        attempt = tl.arange(0, DRAWS)
+        draft = tl.load(work.drafts + row * DRAWS + attempt)
+        mass = tl.load(work.masses + row * DRAWS + attempt)
+        inside = (draft >= 0) & (mass.to(tl.float64) < top_p * total.to(tl.float64))
+        accepted = tl.min(tl.where(inside, attempt, DRAWS), 0)
+        if accepted < DRAWS:
+            token = tl.sum(tl.where(attempt == accepted, draft, 0), 0).to(tl.int64)
+        else:
+            # All draws fell outside: what is left begins above the largest of them.
+            bound = tl.max(tl.load(work.draft_values + row * DRAWS + attempt), 0)
+            bound = tl.maximum(bound, _min_p_bound(peak, scale, min_p))
+    if token < 0:
+        _, _, words, _ = _words(inputs.settings, slot, position, tl.arange(0, 1))
+        word = tl.sum(words.to(tl.int64), 0)
+        candidates = work.candidates + row * CAPACITY
+        count = tl.zeros([], tl.int32)
+        if mode == SELECT:
+            count += CAPACITY + 1
+            blocks_left = 0
+        for start in range(0, blocks_left, TILE):
+            place = start + tl.arange(0, TILE)
+            blocks = tl.load(
+                work.reaching_blocks + row * block_count + place, mask=place < blocks_left, other=block_count
+            )
+            values = _load(inputs, row, changes, blocks, place < blocks_left, EDITS, MASKED)
+            # The kept ones as bits, 32 ids a word: few are set, so the loop over a word's bits is short.
+            kept = tl.reshape((values >= bound).to(tl.int32), [TILE, WORDS, 32])
+            rest = tl.sum(kept << tl.arange(0, 32)[None, None, :], 2)
+            in_word = _popcount(rest)
+            in_block = tl.sum(in_word, 1)
+            at = (count + tl.cumsum(in_block, 0) - in_block)[:, None] + tl.cumsum(in_word, 1) - in_word
+            first = blocks[:, None] * BLOCK + tl.arange(0, WORDS)[None, :] * 32
+            count += tl.sum(in_block, 0)
+            if count <= CAPACITY:
+                for i in range(tl.max(tl.max(in_word, 1), 0)):
+                    lowest = rest & -rest
+                    tl.store(candidates + at + i, first + _popcount(lowest - 1), mask=rest != 0)
+                    rest = rest ^ lowest
+        tl.debug_barrier()
+        token = tl.zeros([], tl.int64)
+        if count <= FEW:
+            token += _pick(
+                inputs,
+                row,
+                changes,
+                candidates,
+                count,
+                peak,
+                scale,
+                total,
+                top_k,
+                top_p,
+                min_p,
+                word,
+                FEW,
+                FEW,
+                EDITS,
+            )
+        elif count <= CAPACITY:
+            token += _pick(
+                inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, word, CAPACITY, 32,
+                EDITS,
+            )  # fmt: skip
+        else:
+            token += _select(
+                inputs, row, changes, peak, scale, total, top_k, top_p, min_p, word, block_count, 8, EDITS, MASKED
+            )
+    tl.store(tokens + row, token)
+
+
+@triton.jit
+def append(slots, positions, tokens, history, max_length, settings, bits, counts, words, vocab_size):
+    """Write each row's token to its sequence's history and counts, unless it has none (-1)."""
+    row = tl.program_id(0)
+    token = tl.load(tokens + row)
+    if token >= 0:
+        slot = tl.load(slots + row)
+        tl.store(history + slot * max_length + tl.load(positions + row), token)
+        if (_setting(settings, slot, EDIT_KINDS) & PENALISED) != 0:
+            edit_row = _setting(settings, slot, EDIT_ROW)
+            plane = bits + edit_row * (PLANES * words) + (token >> 5)
+            bit = (tl.full([], 1, tl.int64) << (token & 31)).to(tl.int32)
+            tl.atomic_add(counts + edit_row * vocab_size + token, 1, sem="relaxed")
+            tl.atomic_or(plane + SEEN * words, bit, sem="relaxed")
+            tl.atomic_or(plane + TOUCHED * words, bit, sem="relaxed")

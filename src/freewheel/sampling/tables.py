@@ -1,0 +1,152 @@
+"""What the kernels know about each sequence, by slot, on the device.
+
+A slot's numbers are one row of ``settings``. What changes single logits lies in a row of edits, which only slots have
+that ask for such changes: for each id of the vocabulary one bit in each of four planes, a count and a value,
+
+    bits    [rows, 5, words]  allowed | seen | touched | listed | ranks (listed ids before the word, not a bit plane)
+    counts  [rows, vocab]     how often the output has the id
+    values  [rows, vocab]     the edited logits of the touched ids; written and read within one step
+
+and in a list: five numbers for each listed id, in ascending order (the id, its bias as float32 bits, whether it is held
+back, where the bad words that end in it begin, how many these are), then two for each word (where its tokens begin, how
+many precede its last one), then these tokens. Places are relative to the list's start.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from freewheel.sampling.pool import ListPool
+
+(
+    SEED, NEEDS, EDITED_UNTIL, TEMPERATURE, TOP_K, TOP_P, MIN_P, PROMPT_LENGTH, MIN_TOKENS, REPETITION, FREQUENCY,
+    PRESENCE, EDIT_ROW, EDIT_KINDS, EDIT_LIST, LISTED_COUNT, COLUMNS,
+) = range(17)  # fmt: skip
+"""Columns of the settings: int64, or float64 seen as int64."""
+
+ALLOWED, SEEN, TOUCHED, LISTED, RANKS, PLANES = range(6)
+LIMITED, PENALISED = 1, 2
+"""Kinds of edits: some ids only are allowed; penalties."""
+
+
+class Tables:
+    """The device's side of a ``SamplingState``.
+
+    Attributes:
+        settings: int64 [slots, COLUMNS].
+        lists: pool of int32, the lists described above.
+        bits, counts, values: int32 [rows, PLANES, words], int32 [rows, vocab] and float32 [rows, vocab].
+        moves: how often storage has moved to a larger place: a CUDA graph captured before the last move is void.
+    """
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.words = -(-vocab_size // 32)
+        self.device = device
+        self.settings = torch.zeros(slots, COLUMNS, dtype=torch.int64, device=device)
+        self.lists = ListPool(slots, torch.int32, device)
+        self.bits = torch.zeros(0, PLANES, self.words, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.values = torch.zeros(0, vocab_size, device=device)
+        self.moves = 0
+        self._rows: dict[int, int] = {}
+        self._free_rows: list[int] = []
+
+    def join(self, slot: int, integers: Mapping[int, int], reals: Mapping[int, float]) -> None:
+        """Write the slot's numbers, by column, in one transfer; columns that are not named become 0."""
+        row = np.zeros(COLUMNS, np.int64)
+        row[list(integers)] = list(integers.values())
+        row.view(np.float64)[list(reals)] = list(reals.values())
+        self.settings[slot].copy_(torch.from_numpy(row), non_blocking=True)
+
+    def edit(
+        self,
+        slot: int,
+        *,
+        allowed: Collection[int] | None,
+        seen: Collection[int] | None,
+        output: Sequence[int],
+        bias: Mapping[int, float],
+        held_back: Collection[int],
+        bad_words: Sequence[Sequence[int]],
+    ) -> dict[int, int]:
+        """Give the slot a row of edits and a list.
+
+        Args:
+            slot: a slot without any.
+            allowed: the ids that may be drawn, or None for all.
+            seen: ids of prompt and output, if the slot has penalties.
+            output: tokens it has already made.
+            bias: added to the logits of these ids.
+            held_back: ids not drawn until the output has ``min_tokens``.
+            bad_words: token sequences whose last one is not drawn after the others.
+
+        Returns:
+            columns of its settings.
+        """
+        words: dict[int, list[Sequence[int]]] = {}
+        for word in bad_words:
+            words.setdefault(word[-1], []).append(word[:-1])
+        listed = sorted({*bias, *held_back, *words})
+        planes = np.zeros((PLANES, self.words * 32), dtype=bool)
+        planes[ALLOWED, list(allowed or ())] = True
+        planes[SEEN, list(seen or ())] = True
+        planes[LISTED, listed] = True
+        planes[TOUCHED] = planes[SEEN] | planes[LISTED]
+        bits = np.packbits(planes, axis=1, bitorder="little").view(np.int32)
+        in_words = planes[LISTED].reshape(-1, 32).sum(1)
+        bits[RANKS] = in_words.cumsum() - in_words
+
+        row = self._take_row(slot)
+        self.bits[row].copy_(torch.from_numpy(bits), non_blocking=True)
+        if seen is not None:
+            made = torch.tensor(output, dtype=torch.int64).bincount(minlength=self.vocab_size)
+            self.counts[row].copy_(made, non_blocking=True)
+        kinds = (allowed is not None) * LIMITED | (seen is not None) * PENALISED
+        columns = {EDIT_ROW: row, EDIT_KINDS: kinds, LISTED_COUNT: len(listed)}
+        if listed:
+            columns[EDIT_LIST] = self._put_list(slot, listed, bias, held_back, words)
+        return columns
+
+    def leave(self, slot: int) -> None:
+        """Free the slot's row of edits and its list. Its numbers stay until another sequence joins."""
+        self.lists.drop(slot)
+        if slot in self._rows:
+            self._free_rows.append(self._rows.pop(slot))
+
+    def _put_list(
+        self,
+        slot: int,
+        listed: Sequence[int],
+        bias: Mapping[int, float],
+        held_back: Collection[int],
+        words: Mapping[int, Sequence[Sequence[int]]],
+    ) -> int:
+        """Store the slot's list; where it starts."""
+        first_word = 5 * len(listed)
+        first_token = first_word + 2 * sum(map(len, words.values()))
+        entries, heads, tokens = [], [], []
+        for token in listed:
+            mine = words.get(token, ())
+            number = int(np.float32(bias.get(token, 0.0)).view(np.int32))
+            entries += [token, number, token in held_back, first_word + len(heads), len(mine)]
+            for before in mine:
+                heads += [first_token + len(tokens), len(before)]
+                tokens += before
+        capacity = len(self.lists.entries)
+        start = self.lists.put(slot, torch.tensor(entries + heads + tokens, dtype=torch.int32))
+        self.moves += len(self.lists.entries) != capacity
+        return start
+
+    def _take_row(self, slot: int) -> int:
+        if not self._free_rows:
+            rows = len(self.bits)
+            self._free_rows = list(range(rows, max(1, 2 * rows)))
+            added = len(self._free_rows)
+            self.bits = torch.cat([self.bits, self.bits.new_zeros(added, PLANES, self.words)])
+            self.counts = torch.cat([self.counts, self.counts.new_zeros(added, self.vocab_size)])
+            self.values = torch.cat([self.values, self.values.new_zeros(added, self.vocab_size)])
+            self.moves += 1
+        self._rows[slot] = self._free_rows.pop()
+        return self._rows[slot]

@@ -1,0 +1,223 @@
+"""The Triton kernels say what the torch path says. Without a CUDA device they run in Triton's interpreter."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from drawing import p_value
+from reference import edited_logits, probabilities
+from torch import Tensor
+
+from freewheel.sampling import Sampler, SampleRows, Samples, SamplingParams, SamplingState, Status
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPT, OUTPUT = [1, 2, 3, 5, 3, 640, 7], [11, 12, 11]
+BAD_WORDS = [[20], [11, 21], [12, 11, 22], [9, 11, 23]]
+VOCAB = 700
+
+EVERYTHING = SamplingParams(
+    temperature=0.7,
+    top_k=2,
+    top_p=0.95,
+    min_p=0.02,
+    repetition_penalty=1.3,
+    frequency_penalty=0.4,
+    presence_penalty=0.2,
+    logit_bias={3: 5.0, 7: -3.0, 699: 4.0},
+)
+ASKED = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0, repetition_penalty=1.5, min_tokens=20, stop_token_ids=[5, 9], max_tokens=40),
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=1e-8),
+    SamplingParams(temperature=1e30),
+    SamplingParams(temperature=0.8, top_k=1),
+    SamplingParams(temperature=0.8, top_k=3, top_p=0.9),
+    SamplingParams(temperature=1.3, top_p=0.95),
+    SamplingParams(temperature=0.9, top_p=0.01),
+    SamplingParams(temperature=1, min_p=0.05),
+    SamplingParams(temperature=2, top_p=0.3, min_p=0.2),
+    SamplingParams(temperature=1, top_k=3, logprobs=2, logprobs_mode="processed"),
+    SamplingParams(temperature=1, allowed_token_ids=list(range(5, 600, 7)), top_p=0.9, logprobs=3),
+    EVERYTHING,
+]
+
+
+def joined(asked: Sequence[SamplingParams], vocab: int = VOCAB, *, fused: bool = True, **options: Any) -> SamplingState:
+    """A state with a sequence for each of ``asked``, all with the same tokens and with seeds 0, 1, ..."""
+    state = SamplingState(len(asked), vocab, 64, device=DEVICE if fused else "cpu", fused=fused, **options)
+    for slot, params in enumerate(asked):
+        state.join(slot, params, PROMPT, seed=slot, output_ids=OUTPUT, end_ids=[2], bad_word_ids=BAD_WORDS)
+    return state
+
+
+def sample(state: SamplingState, logits: Tensor, slots: Sequence[int], position: int = 10, **masks: Tensor) -> Samples:
+    on = {name: mask.to(state.device) for name, mask in masks.items()}
+    rows = SampleRows(*torch.tensor([list(slots), [position] * len(slots)], device=state.device), **on)
+    return Sampler(state).sample(logits.to(state.device), rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ties", [False, True])
+def test_tokens_are_those_of_the_torch_path(dtype: torch.dtype, ties: bool) -> None:
+    generator = torch.Generator().manual_seed(int(ties))
+    fused, plain = joined(ASKED), joined(ASKED, fused=False)
+    slots = range(len(ASKED))
+    for position in (10, 11):
+        logits = torch.randn(len(ASKED), VOCAB, generator=generator) * 3
+        if ties:
+            logits[:, ::3] = logits[:, 3:4]
+        ours, theirs = (sample(state, logits.to(dtype), slots, position) for state in (fused, plain))
+        assert ours.tokens.tolist() == theirs.tokens.tolist()
+        assert ours.status.tolist() == theirs.status.tolist()
+        assert ours.logprobs is not None
+        assert theirs.logprobs is not None
+        torch.testing.assert_close(ours.logprobs.token_logprobs.cpu(), theirs.logprobs.token_logprobs)
+        for state, tokens in ((fused, ours.tokens), (plain, theirs.tokens)):
+            index = torch.tensor([[*slots], [position] * len(slots)], device=state.device)
+            state.append(index[0], index[1], tokens)
+        assert fused.history.tolist() == plain.history.tolist()
+
+
+def test_more_candidates_than_a_short_list_holds_are_searched_exactly() -> None:
+    asked = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=0.1) for t, k, p in ((1, 500, 0.9), (1e30, 1300, 1))]
+    asked.append(SamplingParams(temperature=1e30, top_p=1e-3))
+    logits = torch.randn(3, 1400, generator=torch.Generator().manual_seed(3))
+    logits[:, ::3] = 0.5
+    ours, theirs = (sample(joined(asked, 1400, fused=fused), logits, range(3)) for fused in (True, False))
+    assert ours.tokens.tolist() == theirs.tokens.tolist()
+
+
+def test_grammar_masks_forbid_ids_of_their_rows_only() -> None:
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(4))
+    masks = torch.zeros(2, -(-VOCAB // 32), dtype=torch.int32)
+    masks[0, 3], masks[1, 21] = 1 << 7, -(1 << 31)  # ids 103 and 703, which lies past the vocabulary
+    rows = torch.tensor([-1, 0, -1, 1])
+    asked = [SamplingParams(temperature=0), SamplingParams(top_p=0.9), EVERYTHING, SamplingParams()]
+    for fused in (True, False):
+        free = sample(joined(asked, fused=fused), logits, range(4))
+        masked = sample(joined(asked, fused=fused), logits, range(4), masks=masks, mask_rows=rows)
+        assert masked.tokens.tolist() == [free.tokens[0], 103, free.tokens[2], -1]
+        assert masked.status.tolist() == [Status.OK, Status.OK, Status.OK, Status.EMPTY]
+
+
+def test_sick_and_empty_rows_are_reported_and_leave_their_neighbours_alone() -> None:
+    logits = torch.randn(len(ASKED), VOCAB, generator=torch.Generator().manual_seed(5))
+    healthy = sample(joined(ASKED), logits, range(len(ASKED)))
+    logits[2], logits[7, 9], logits[13, 699] = -torch.inf, torch.nan, torch.inf
+    # A mask does not hide that the model has failed: id 4 is not among the allowed ones of this row.
+    logits[12, 4] = torch.nan
+    sick = sample(joined(ASKED), logits, range(len(ASKED)))
+    expected = {2: Status.EMPTY, 7: Status.NAN, 12: Status.NAN, 13: Status.NAN}
+    assert {row: status for row, status in enumerate(sick.status.tolist()) if status} == expected
+    assert all(token == (-1 if row in expected else healthy.tokens[row]) for row, token in enumerate(sick.tokens))
+
+
+@pytest.mark.parametrize("index", [0, 255, 256, 699])
+def test_one_finite_logit_is_drawn_wherever_it_lies(index: int) -> None:
+    logits = torch.full((5, VOCAB), -torch.inf)
+    logits[:, index] = -3.0
+    asked = [SamplingParams(temperature=t, top_p=p) for t in (0, 1, 1e30) for p in (0.5, 1)][1:]
+    assert sample(joined(asked), logits, range(5)).tokens.tolist() == [index] * 5
+
+
+def test_a_token_does_not_depend_on_the_batch() -> None:
+    logits = torch.randn(len(ASKED), VOCAB, generator=torch.Generator().manual_seed(6)).bfloat16()
+    whole = sample(joined(ASKED), logits, range(len(ASKED))).tokens.tolist()
+    for rows in ([2], [13], [8, 2], [7, 6, 13, 0, 12, 9, 1]):
+        assert sample(joined(ASKED), logits[rows], rows).tokens.tolist() == [whole[row] for row in rows]
+    # Alone in its state, too: then kernels that it does not need are not launched.
+    for row in (0, 2, 6, 7):
+        state = SamplingState(1, VOCAB, 64, device=DEVICE, fused=True)
+        state.join(0, ASKED[row], PROMPT, seed=row, output_ids=OUTPUT)
+        assert sample(state, logits[row : row + 1], [0]).tokens.tolist() == [whole[row]]
+
+
+def test_ids_past_the_vocabulary_are_never_drawn() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(7))
+    cut = logits.clone()
+    logits[:, 500:], cut[:, 500:] = 50, -torch.inf
+    asked = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5, logit_bias={2: 1.0})]
+    tokens = sample(joined(asked, valid_vocab_size=500), logits, range(3)).tokens.tolist()
+    assert tokens == sample(joined(asked), cut, range(3)).tokens.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", ASKED[2:11], ids=range(2, 11))
+@pytest.mark.parametrize("vocab", [40, 151_936])
+def test_draws_have_the_distribution_of_the_contract(params: SamplingParams, vocab: int) -> None:
+    count = 2**16 if vocab == 40 else 2**12
+    logits = (torch.randn(vocab, generator=torch.Generator().manual_seed(8)) * 2).bfloat16()
+    state = SamplingState(1, vocab, 2**17, device="cuda")
+    state.join(0, params, [1, 2, 3, 3], seed=11)
+    sampler, drawn = Sampler(state), []
+    for start in range(4, count, 2**10):
+        positions = torch.arange(start, start + 2**10, device="cuda")
+        rows = SampleRows(torch.zeros_like(positions), positions)
+        drawn.append(sampler.sample(logits.expand(2**10, -1).cuda(), rows).tokens.cpu())
+    expected = probabilities(edited_logits(logits.float().numpy(), params, [1, 2, 3, 3]), params)
+    assert p_value(torch.cat(drawn), expected) > 1e-4
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device_and_a_graph_serves_changing_parameters() -> None:
+    vocab, slots = 151_936, torch.arange(len(ASKED), device="cuda")
+    asked = [params for params in ASKED if params.logprobs is None]
+    slots = torch.arange(len(asked), device="cuda")
+    logits = torch.randn(len(asked), vocab, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).bfloat16()
+    positions = torch.full_like(slots, 10)
+    state = joined(asked, vocab)
+    sampler = Sampler(state)
+    eager = sampler.sample(logits, SampleRows(slots, positions)).tokens
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = sampler.sample(logits, SampleRows(slots, positions)).tokens
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = sampler.sample(logits, SampleRows(slots, positions)).tokens
+            state.append(slots, positions, captured)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph.replay()
+    assert again.tolist() == eager.tolist() == captured.tolist()
+    # Every slot now asks what another one asked: the same graph draws what a new state would.
+    turned = asked[3:] + asked[:3]
+    for slot, params in enumerate(turned):
+        state.join(slot, params, PROMPT, seed=slot, output_ids=OUTPUT, end_ids=[2], bad_word_ids=BAD_WORDS)
+    graph.replay()
+    fresh = Sampler(joined(turned, vocab)).sample(logits, SampleRows(slots, positions)).tokens
+    assert captured.tolist() == fresh.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [49_152, 50_257, 151_936, 262_144])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_those_of_the_torch_path_at_full_size(vocab: int, dtype: torch.dtype) -> None:
+    """A draw may differ where its uniform number falls within 1e-6 of a boundary: these are counted, one in 2,000."""
+    asked = [*ASKED, SamplingParams(top_k=3000, top_p=0.9), SamplingParams(temperature=0.5, top_p=0.5)] * 4
+    fused, plain = joined(asked, vocab), joined(asked, vocab, fused=False)
+    different = 0
+    for position in range(10, 14):
+        logits = torch.randn(len(asked), vocab, generator=torch.Generator().manual_seed(position)) * 3
+        ours, theirs = (sample(state, logits.to(dtype), range(len(asked)), position) for state in (fused, plain))
+        different += int((ours.tokens.cpu() != theirs.tokens).sum())
+        index = torch.tensor([[*range(len(asked))], [position] * len(asked)])
+        fused.append(index[0].cuda(), index[1].cuda(), theirs.tokens.cuda())
+        plain.append(index[0], index[1], theirs.tokens)
+    assert different <= len(asked) * 4 / 2000
+
+
+@pytest.mark.gpu
+def test_a_token_does_not_depend_on_the_size_of_the_batch() -> None:
+    asked = [params for params in ASKED if params.logprobs is None]
+    asked = (asked * 22)[:256]
+    logits = (torch.randn(256, 151_936, generator=torch.Generator().manual_seed(2)) * 3).bfloat16()
+    state = joined(asked, 151_936)
+    whole = sample(state, logits, range(256)).tokens.tolist()
+    for size in (1, 2, 7, 8, 9, 64):
+        for start in range(0, 192, 37):
+            rows = range(start, start + size)
+            assert sample(state, logits[start : start + size], rows).tokens.tolist() == whole[start : start + size]
