@@ -9,6 +9,7 @@ state.append(slots, positions, samples.tokens)
 
 from freewheel.sampling.logprobs import Logprobs, prompt_logprobs
 from freewheel.sampling.params import SamplingParams
+from freewheel.sampling.probabilities import softmax
 from freewheel.sampling.rng import choice_seed, random_seed
 from freewheel.sampling.sampler import Sampler, SampleRows, Samples, Status
 from freewheel.sampling.state import SamplingState
@@ -24,4 +25,5 @@ __all__ = [
     "choice_seed",
     "prompt_logprobs",
     "random_seed",
+    "softmax",
 ]

@@ -178,3 +178,23 @@ def append(state: SamplingState, slots: Tensor, positions: Tensor, tokens: Tenso
         slots, positions, tokens, state.history, state.max_length, tables.settings, tables.bits, tables.counts,
         tables.words, state.vocab_size,
     )  # fmt: skip
+
+
+def softmax_into(out: Tensor, logits: Tensor, temperature: float | Tensor, one_pass: bool) -> None:
+    """``softmax`` by kernels, in one pass over the logits or in two."""
+    (rows, vocab), stride = logits.shape, logits.stride(0)
+    varied = isinstance(temperature, Tensor)
+    temperatures = temperature if varied else torch.full((1,), temperature, dtype=torch.float64, device=logits.device)
+    if one_pass:
+        size = triton.next_power_of_2(vocab)
+        warps = min(max(size // 2048, 1), 16)
+        kernels.softmax_row[(rows,)](out, logits, stride, temperatures, vocab, varied, size, num_warps=warps)
+        return
+    blocks = triton.cdiv(vocab, BLOCK)
+    maxima, sums = (torch.empty(rows, blocks, device=logits.device) for _ in range(2))
+    tile = 4 if rows < 8 else 16
+    grid = triton.cdiv(blocks, tile), rows
+    kernels.softmax_stats[grid](maxima, sums, logits, stride, temperatures, vocab, blocks, varied, tile)
+    kernels.softmax_write[grid](
+        out, maxima, sums, logits, stride, temperatures, vocab, blocks, varied, tile, triton.next_power_of_2(blocks)
+    )
