@@ -46,6 +46,8 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}), so that every running sequence can advance in a step"
             )
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(f"enable_prefix_caching must be True or False, not {self.enable_prefix_caching!r}")
         if self.draw not in ("two_level", "gumbel", "multinomial"):
             raise ValueError(f"draw must be 'two_level', 'gumbel' or 'multinomial', not {self.draw!r}")
         if self.seed is not None:

@@ -43,6 +43,16 @@ def test_impossible_demands_are_refused() -> None:
         size(kv_cache_memory=2 << 30)
 
 
+def test_slots_that_do_not_fit_beside_the_cache_are_refused_with_numbers() -> None:
+    config = EngineConfig(max_num_seqs=10**6, max_num_batched_tokens=10**6)
+    sizes = {"context_length": 1024, "bytes_per_token": 1024}
+    with pytest.raises(
+        ValueError, match=r"max_num_seqs: 1000000 slots for 1024 tokens need 8.11 GiB.* 6.67 GiB are free"
+    ):
+        size_pool(config, **sizes, available=10 << 30)
+    assert size_pool(config, **sizes, available=20 << 30).max_model_len == 1024
+
+
 def test_the_free_memory_of_this_machine_is_known() -> None:
     assert MIB < available_memory(torch.device("cpu")) < 1 << 50
 
@@ -72,6 +82,8 @@ def test_cleared_pages_hold_nothing_of_their_last_holder_and_others_are_left() -
         ("max_num_batched_tokens", 8),
         ("max_model_len", 0),
         ("kv_cache_memory", 1.5),
+        ("enable_prefix_caching", "false"),
+        ("enable_prefix_caching", 1),
         ("draw", "argmax"),
         ("seed", "x"),
     ],

@@ -11,6 +11,10 @@ from freewheel.config import EngineConfig
 
 _GIB = 1 << 30
 
+# Beside its pages a slot takes a token id for each position, and about this much for its other numbers and lists.
+_SLOT_BYTES = 512
+_TOKEN_ID_BYTES = 8
+
 
 class PoolSize(NamedTuple):
     """How many pages there are, and the longest sequence that they allow."""
@@ -20,7 +24,7 @@ class PoolSize(NamedTuple):
 
 
 def size_pool(config: EngineConfig, *, context_length: int, bytes_per_token: int, available: int) -> PoolSize:
-    """Choose the number of pages, so that at least one sequence of the greatest length fits.
+    """Choose the number of pages, so that at least one sequence of the greatest length fits, and all slots beside them.
 
     Args:
         config: ``max_model_len``, ``max_num_seqs``, ``page_size`` and ``kv_cache_memory`` decide.
@@ -51,6 +55,13 @@ def size_pool(config: EngineConfig, *, context_length: int, bytes_per_token: int
                 f"{source} is {_gib(memory)}: lower max_model_len or raise kv_cache_memory"
             )
         length = num_pages * config.page_size
+    slot_memory = config.max_num_seqs * (_SLOT_BYTES + length * _TOKEN_ID_BYTES)
+    left = available - num_pages * page_bytes
+    if slot_memory > left:
+        raise ValueError(
+            f"max_num_seqs: {config.max_num_seqs} slots for {length} tokens need {_gib(slot_memory)}, beside the "
+            f"key-value cache {_gib(left)} are free: lower max_num_seqs or max_model_len"
+        )
     return PoolSize(num_pages, length)
 
 
