@@ -108,6 +108,8 @@ class TestSameTokens:
         assert got == pytest.approx(expected.tolist(), abs=1e-4)
         assert output.outputs[0].token_ids == []
         assert output.outputs[0].finish_reason == "length"
+        processed = SamplingParams(max_tokens=0, prompt_logprobs=0, logprobs_mode="processed", temperature=0.1)
+        assert llm.generate(ids, processed)[0].prompt_logprobs == output.prompt_logprobs
 
 
 class TestGenerate:
@@ -396,7 +398,10 @@ class TestInterruption:
         ({"max_model_len": 1000}, "max_model_len is 1000, but the model's context holds 256"),
         ({"kv_cache_memory": 100}, "kv_cache_memory"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_seqs": 10**12, "max_num_batched_tokens": 10**12}, "max_num_seqs: .* GiB are free"),
+        ({"enable_prefix_caching": "false"}, "enable_prefix_caching"),
         ({"dtype": "int3"}, "dtype"),
+        ({"device": "meta"}, "device"),
     ],
 )
 def test_an_impossible_configuration_fails_at_the_start(tiny_model: Path, options: Any, message: str) -> None:

@@ -34,7 +34,7 @@ class LLM:
     Args:
         model: built-in name, folder, ``.gguf`` file or Hub id.
         dtype: "auto" keeps quantised weights small; "float32" is the exact mode; or "bfloat16", "float16".
-        device: where it runs.
+        device: where it runs: "cpu", "cuda" or "cuda:N".
         max_model_len, max_num_seqs, max_num_batched_tokens, page_size, kv_cache_memory, enable_prefix_caching, draw,
             seed: see :class:`freewheel.config.EngineConfig`.
 

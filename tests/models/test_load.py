@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,25 @@ def test_refuses_unknown_types_and_models(tiny_model: Path) -> None:
         load(tiny_model, dtype="int4")  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="unknown model"):
         load("no-such-model")
+    with pytest.raises(ModelError, match="model must be a name or a path, not a list"):
+        load(["smollm2"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["", "foo", "meta", "CPU", "cpu:1", "cuda:-1", "cuda:99999999999", 5, None])
+def test_refuses_a_device_that_does_not_exist(device: Any) -> None:
+    with pytest.raises(ValueError, match=f"device must be 'cpu', 'cuda' or 'cuda:N', not '{device}'"):
+        load("no-such-model", device=device)
+
+
+@pytest.mark.parametrize(
+    ("found", "device"), [(0, "cuda"), (0, "cuda:0"), (2, torch.device("cuda:2")), (1, "cuda:256")]
+)
+def test_refuses_a_cuda_device_that_torch_does_not_see(
+    found: int, device: torch.device | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    with pytest.raises(ValueError, match=f"device is '{device}', but the number of CUDA devices .* is {found}"):
+        load("no-such-model", device=device)
 
 
 def test_an_unsupported_config_is_named_with_its_folder(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """From a model's name to something that can run."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -34,13 +35,15 @@ def load(name_or_path: str | Path, *, dtype: DType = "auto", device: torch.devic
         dtype: "auto" keeps quantised weights small, with float32 activations, and runs others in their own type if
             the device is good at it. "int8" is the same with all quantised weights in int8: slower alone, faster with
             many rows. Any other value expands quantised weights to that type; "float32" is the exact mode.
+        device: "cpu", or a CUDA device that torch sees.
 
     Raises:
         ModelError: the model cannot be found, read or run.
-        ValueError: ``dtype`` is not one of the above.
+        ValueError: ``dtype`` or ``device`` is not one of the above.
     """
     if dtype not in get_args(DType):
         raise ValueError(f"dtype must be one of {', '.join(get_args(DType))}, not {dtype!r}")
+    device = _usable(device)
     from freewheel.models.decoder import Decoder
     from freewheel.models.store import resolve
 
@@ -58,6 +61,15 @@ def load(name_or_path: str | Path, *, dtype: DType = "auto", device: torch.devic
     return LoadedModel(path, spec, decoder, tokenizer)
 
 
+def _usable(device: torch.device | str) -> torch.device:
+    name = re.fullmatch(r"cpu|cuda(?::([0-9]{1,3}))?", str(device))
+    if name is None:
+        raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', not {str(device)!r}")
+    if name[0] != "cpu" and int(name[1] or 0) >= (found := torch.cuda.device_count()):
+        raise ValueError(f"device is {name[0]!r}, but the number of CUDA devices that torch can use is {found}")
+    return torch.device(name[0])
+
+
 def _read_gguf(path: Path) -> "tuple[dict[str, Any], Weights, Tokenizer]":
     from freewheel.models.gguf import GGUFWeights, gguf_config, read_gguf
     from freewheel.models.tokenizer import Tokenizer
@@ -73,10 +85,10 @@ def _read_folder(path: Path) -> "tuple[dict[str, Any], Weights, Tokenizer]":
     return folder_config(path), SafetensorsWeights(path), Tokenizer.from_folder(path)
 
 
-def _natural_dtype(weights: "Weights", device: torch.device | str) -> torch.dtype:
+def _natural_dtype(weights: "Weights", device: torch.device) -> torch.dtype:
     """float32 for quantised weights, else their own; bfloat16, which is safe, for float16."""
     weight = weights["model.layers.0.mlp.down_proj.weight"]
     if not isinstance(weight, torch.Tensor) or weight.dtype == torch.float32:
         return torch.float32
-    on_cpu = torch.device(device).type == "cpu"
-    return torch.float32 if on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.bfloat16
+    slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.float32 if slow else torch.bfloat16
