@@ -20,9 +20,10 @@ ALLOWED: dict[str, set[str]] = {
     "cache": BASE | {"ops"},
     "models": BASE | {"ops"},
     "engine": BASE | {"ops"} | PARTS,
-    "llm": BASE | {"ops", "engine"} | PARTS,
+    "interrupts": set(),
+    "llm": BASE | {"ops", "engine", "interrupts"} | PARTS,
     "bench": BASE | {"ops", "engine", "llm"} | PARTS,
-    "cli": BASE | {"ops", "engine", "llm", "bench"} | PARTS,
+    "cli": BASE | {"ops", "engine", "interrupts", "llm", "bench"} | PARTS,
 }
 STANDALONE = {"sampling": {"torch", "numpy", "triton"}}
 

@@ -3,9 +3,8 @@
 The names below are imported on first use, so that ``import freewheel`` costs nothing.
 """
 
-from typing import TYPE_CHECKING, Any
-
 __version__ = "0.1.0"
+TYPE_CHECKING = False  # without the import of typing, which takes longer than all else here
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from freewheel.sampling import SamplingParams
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "LLM":
         from freewheel.llm import LLM
 

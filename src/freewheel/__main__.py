@@ -1,5 +1,17 @@
-"""``python -m freewheel``."""
+"""The ``freewheel`` command, also as ``python -m freewheel``. Next to nothing is imported before Ctrl-C is minded."""
 
-from freewheel.cli import main
 
-raise SystemExit(main())
+def main() -> int:
+    """:func:`freewheel.cli.main`, with 130 for Ctrl-C during its import as well."""
+    try:
+        from freewheel.interrupts import held_interrupts
+
+        with held_interrupts():
+            from freewheel.cli import main as command
+        return command()
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,19 +1,17 @@
 """The offline API: load a model, give it prompts, get their continuations."""
 
-import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import count
 from numbers import Integral
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from freewheel.config import Draw, EngineConfig
 from freewheel.engine.build import build_engine
 from freewheel.engine.inputs import Prompt, TokensPrompt, make_request
 from freewheel.engine.outputs import Reply, RequestOutput
+from freewheel.interrupts import held_interrupts
 from freewheel.models.load import load
 from freewheel.sampling import SamplingParams
 
@@ -205,7 +203,7 @@ class LLM:
         """Step until all replies are finished."""
         if not show_progress:
             while not all(reply.finished for reply in replies):
-                with _uninterrupted() as interrupts:  # for many steps, as it takes some 50 us
+                with held_interrupts() as interrupts:  # for many steps, as it takes some 50 us
                     while not interrupts and not all(reply.finished for reply in replies):
                         self._step()
             return
@@ -213,7 +211,7 @@ class LLM:
 
         with tqdm(total=len(replies), desc="Requests", dynamic_ncols=True, disable=None) as bar:
             while not all(reply.finished for reply in replies):
-                with _uninterrupted():
+                with held_interrupts():
                     self._step()
                 bar.update(sum(reply.finished for reply in replies) - bar.n)
                 seconds = bar.format_dict["elapsed"]
@@ -227,7 +225,7 @@ class LLM:
         request, text = make_request(self.tokenizer, str(next(self._ids)), prompt, params, priority)
         reply = Reply(request, text, self.tokenizer)
         try:
-            with _uninterrupted():
+            with held_interrupts():
                 self._engine.add(request)
                 self._replies[request.request_id] = reply
         except BaseException:
@@ -251,7 +249,7 @@ class LLM:
 
     def _forget(self, replies: Sequence[Reply]) -> None:
         """Abort what is not finished."""
-        with _uninterrupted():
+        with held_interrupts():
             self._abandoned.extend(reply.request.request_id for reply in replies)
             self._drop_abandoned()
 
@@ -278,7 +276,7 @@ class Stream(Iterator[RequestOutput]):
                     return output
                 if self._reply.finished:
                     break
-                with _uninterrupted():
+                with held_interrupts():
                     self._llm._step()
         except BaseException:
             self.close()
@@ -303,23 +301,3 @@ def _spread(name: str, value: Value | Sequence[Value], length: int) -> Sequence[
     if len(value) != length:
         raise ValueError(f"{name} has {len(value)} entries for {length} prompts")
     return value
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[Sequence[Any]]:
-    """Hold Ctrl-C back until the end of the block, so that it never finds the engine half way through a change.
-
-    Yields what is held: once that is not empty, the block should come to its end.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    held: list[tuple[int, FrameType | None]] = []
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield held
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
-    try:
-        yield held
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(*held[0])
