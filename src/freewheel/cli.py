@@ -10,9 +10,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from freewheel import __version__
+from freewheel.interrupts import held_interrupts
 from freewheel.models.store import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ SAMPLING_OPTIONS: dict[str, tuple[Type | None, str, str]] = {
     "seed": (int, "N", "same seed, same tokens"),
     "n": (int, "N", "number of independent answers"),
     "logprobs": (int, "N", "log-probabilities of each token and of N alternatives"),
-    "prompt_logprobs": (int, "N", "the same for the prompt's tokens"),
-    "logprobs_mode": (str, "MODE", "raw: the model's own (default); processed: after all parameters"),
+    "prompt_logprobs": (int, "N", "the same for the prompt's tokens, always the model's own"),
+    "logprobs_mode": (str, "MODE", "of --logprobs: raw, the model's own (default), or processed, after all parameters"),
 }
 REPEATED = {"logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids"}
 
@@ -150,26 +151,57 @@ def sampling_params(args: argparse.Namespace) -> "SamplingParams":
 
     given = {field: value for field, value in vars(args).items() if field in SAMPLING_OPTIONS}
     if "logit_bias" in given:
-        given["logit_bias"] = dict(given["logit_bias"])
+        given["logit_bias"] = tuple(given["logit_bias"])
     return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, "temperature": 0.0, **given})
+
+
+def standard_input() -> TextIO:
+    """Text from a file or terminal; bytes that are not UTF-8 get through to where they are refused by name."""
+    if sys.stdin is None:
+        raise ValueError("standard input is closed")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    return sys.stdin
+
+
+def standard_output() -> TextIO:
+    """Where answers go; a terminal that cannot show a character must not end one."""
+    if sys.stdout is None:
+        raise ValueError("standard output is closed")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    return sys.stdout
+
+
+def import_engine() -> None:
+    """Import all that takes long, with Ctrl-C held back: an import could lose it or make another error of it."""
+    with held_interrupts():
+        import freewheel.llm  # noqa: F401
 
 
 def load(args: argparse.Namespace) -> "tuple[LLM, dict[str, float]]":
     """The model that ``args`` names, and the seconds that imports (all since the command began) and loading took."""
-    if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"threads: {args.threads} is not at least 1")
-        import torch
+    import torch
 
-        torch.set_num_threads(args.threads)
     from freewheel.llm import LLM
+    from freewheel.sampling.params import shown
 
+    if args.threads is not None:
+        most = 4 * (os.cpu_count() or 1)  # thousands could not even be started
+        if not 1 <= args.threads <= most:
+            raise ValueError(f"threads must be an integer from 1 to {most}, not {shown(args.threads)}")
+        torch.set_num_threads(args.threads)
     imported = time.perf_counter()
-    llm = LLM(args.model, dtype=args.dtype, device=args.device, max_model_len=args.max_model_len, max_num_seqs=16)
+    with held_interrupts(at_once_too=True):  # a model that has to be fetched takes long
+        llm = LLM(args.model, dtype=args.dtype, device=args.device, max_model_len=args.max_model_len, max_num_seqs=16)
     return llm, {"import_s": imported - BEGAN, "load_s": time.perf_counter() - imported}
 
 
 def conversation(args: argparse.Namespace) -> list[dict[str, str]]:
+    """What comes before the first question."""
+    from freewheel.sampling.params import check_text
+
+    check_text("system", args.system or "")
     return [{"role": "system", "content": args.system}] if args.system else []
 
 
@@ -224,7 +256,12 @@ def raise_errors(output: "RequestOutput") -> None:
 
 def run_generate(args: argparse.Namespace) -> None:
     """``freewheel generate``."""
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    text = standard_input().read() if args.prompt == "-" else args.prompt
+    import_engine()
+    from freewheel.sampling.params import check_text
+
+    check_text("prompt", text)
+    messages = [*conversation(args), {"role": "user", "content": text}]
     params = sampling_params(args)
     refuse_unseen_logprobs(params, args.json)
     llm, startup = load(args)
@@ -234,7 +271,7 @@ def run_generate(args: argparse.Namespace) -> None:
             raise ValueError(f"system: {args.model} has no chat template to put a system message into")
         prompt: Any = text
         if templated:
-            prompt = llm.render([*conversation(args), {"role": "user", "content": text}])
+            prompt = llm.render(messages)
         if args.json or params.n > 1:
             (output,) = llm.generate([prompt], params, use_tqdm=False)
         else:
@@ -251,6 +288,9 @@ def run_generate(args: argparse.Namespace) -> None:
 
 def run_chat(args: argparse.Namespace) -> None:
     """``freewheel chat``: an empty line is ignored, end of input or /quit ends, /new starts over."""
+    at_terminal = standard_input().isatty()
+    import_engine()
+    messages = conversation(args)
     params = sampling_params(args)
     if params.n > 1:
         raise ValueError("n: a conversation goes on with one answer, so n must be 1")
@@ -263,10 +303,9 @@ def run_chat(args: argparse.Namespace) -> None:
             f"{args.model}, ready in {sum(startup.values()):.1f} s. /new starts over, /quit or Ctrl-D ends.",
             file=sys.stderr,
         )
-        messages = conversation(args)
         while True:
             try:
-                text = input("> " if sys.stdin.isatty() else "").strip()
+                text = input("> " if at_terminal else "").strip()
             except EOFError:
                 return
             if text == "/quit":
@@ -308,15 +347,19 @@ def run_models(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status: 0, 2 for an error, 130 after Ctrl-C."""
-    args = build_parser().parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character must not end the answer
-        sys.stdout.reconfigure(errors="replace")
     try:
-        args.run(args)
-        sys.stdout.flush()
+        return run(build_parser().parse_args(argv))
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command that was asked for; 0, or 2 after printing an error."""
+    try:
+        output = standard_output()
+        args.run(args)
+        output.flush()
     except BrokenPipeError:  # the reader of our output left: nothing to say, and nothing more to flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

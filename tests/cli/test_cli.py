@@ -122,7 +122,12 @@ def test_repeated_options_add_up(tiny_model: Path, capsys: pytest.CaptureFixture
         (["--logit-bias", "9999999=1"], "logit_bias"),
         (["--stop-token-ids", "-5"], "stop_token_ids"),
         (["--max-model-len", "100000000"], "max_model_len"),
-        (["--threads", "0"], "threads"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "logit_bias has id 5 more than once"),
+        (["--threads", "0"], "threads must be"),
+        (["--threads", "99999"], "threads must be"),
+        (["--threads", "9" * 99], "threads must be an integer from 1 to"),
+        (["--device", "meta"], "device must be"),
+        (["--device", ""], "device must be"),
     ],
 )
 def test_bad_parameters_are_one_line_that_names_them(
@@ -134,6 +139,31 @@ def test_bad_parameters_are_one_line_that_names_them(
 def test_a_prompt_longer_than_the_context_is_refused(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = fails(capsys, ["generate", "x" * 5000, "--model", str(tiny_model)])
     assert "tokens" in line
+
+
+def test_bytes_that_are_not_utf_8_are_refused_by_name(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--model", str(tiny_model)]
+    assert "prompt has" in fails(capsys, ["generate", "caf\udce9", *options])
+    assert "system has" in fails(capsys, ["generate", "x", "--system", "caf\udce9", *options])
+    assert "system has" in fails(capsys, ["chat", "--system", "caf\udce9", *options])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    assert "prompt has" in fails(capsys, ["generate", "-", *options])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "closed"),
+    [
+        (["generate", "-"], "<&-", "standard input is closed"),
+        (["chat"], "<&-", "standard input is closed"),
+        (["models"], ">&-", "standard output is closed"),
+    ],
+)
+def test_a_closed_standard_stream_is_one_line(arguments: list[str], redirection: str, closed: str) -> None:
+    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", *FREEWHEEL, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"freewheel: error: {closed}\n")
 
 
 def test_unknown_model_and_broken_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,6 +309,26 @@ def test_control_c_ends_cleanly(long_model: Path, moment: str) -> None:
     assert process.returncode == 130
 
 
+@pytest.mark.parametrize("module", ["argparse", "freewheel.bench.decode", "datetime"])
+def test_control_c_within_an_import_ends_cleanly(tiny_model: Path, module: str) -> None:
+    """The command's own imports, those of its parser, and one that NumPy makes from C and reports as its own error."""
+    script = f"""
+import os, signal, sys
+from freewheel.__main__ import main
+
+class Interruption:
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interruption())
+sys.exit(main())
+"""
+    command = [sys.executable, "-c", script, *generate(tiny_model)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "")
+
+
 def test_a_reader_that_leaves_is_no_error(long_model: Path) -> None:
     process = start(long_model, "--max-tokens", "30000")
     assert process.stdout
@@ -287,6 +337,14 @@ def test_a_reader_that_leaves_is_no_error(long_model: Path) -> None:
     process.stdout.close()
     assert process.wait(timeout=60) == 0
     assert "Traceback" not in process.stderr.read()
+
+
+def test_help_says_which_log_probabilities_the_mode_is_about(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the same for the prompt's tokens, always the model's own" in said
+    assert "--logprobs-mode MODE of --logprobs: raw, the model's own (default), or processed" in said
 
 
 def test_help_needs_no_torch() -> None:

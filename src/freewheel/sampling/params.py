@@ -40,7 +40,7 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output, 0.01 to 100.
         frequency_penalty: subtracted once per occurrence in the output, -2 to 2.
         presence_penalty: subtracted from tokens that occur in the output, -2 to 2.
-        logit_bias: added to the logits of these ids, a mapping (stored as sorted pairs); at most 2**20 ids,
+        logit_bias: added to the logits of these ids, a mapping or pairs (stored sorted); at most 2**20 ids, each once,
             each bias finite, at most 1e30 in magnitude.
         allowed_token_ids: the only ids that may be drawn, 1 to 2**20 of them (stored sorted).
         bad_words: texts whose last token is not drawn after the tokens before it; at most 1,024 of at most 1,024
@@ -54,8 +54,8 @@ class SamplingParams:
         ignore_eos: go on after an end-of-sequence id.
         seed: key of the draws, a signed 64-bit integer; None takes a random one for each request.
         logprobs: report the drawn token's log probability and rank, and this many most likely tokens, 0 to 1,024.
-        prompt_logprobs: the same for the prompt's tokens.
-        logprobs_mode: "raw", the model's, before any change, or "processed", after everything.
+        prompt_logprobs: the same for the prompt's tokens, always the model's own ("raw").
+        logprobs_mode: of ``logprobs``: "raw", the model's, before any change, or "processed", after everything.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -172,7 +172,9 @@ def check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} has a lone surrogate at character {error.start}: it is not valid text") from None
+        raise ValueError(
+            f"{name} has a lone surrogate at character {error.start}: it is not valid text, or was not UTF-8"
+        ) from None
 
 
 def _is(value: Any, kind: type) -> bool:
@@ -231,10 +233,11 @@ def _bias(values: Any) -> tuple[tuple[int, float], ...] | None:
         raise ValueError(f"logit_bias must map token ids to numbers, not {shown(values)}")
     if len(values) > MAX_IDS:
         raise ValueError(f"logit_bias has {len(values)} entries, more than the limit of {MAX_IDS}")
-    biases = {
-        _integer("logit_bias", token, 0, MAX_INT): _number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
-        for token, bias in pairs
-    }
+    biases: dict[int, float] = {}
+    for token, bias in pairs:
+        if _integer("logit_bias", token, 0, MAX_INT) in biases:
+            raise ValueError(f"logit_bias has id {token} more than once")
+        biases[int(token)] = _number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
     return tuple(sorted(biases.items())) or None
 
 
