@@ -1,7 +1,7 @@
 """Runs the rows of a step: batch, forward pass, draw.
 
 The sampling state owns tokens and the pool owns page tables, both by slot. So a step is told no more than slots and
-positions; tokens, key-value places and pages are looked up where the tensors are.
+positions: key-value places and pages are looked up on the host, tokens where their tensor is.
 """
 
 from collections.abc import Sequence
