@@ -104,6 +104,24 @@ def test_grammar_masks_forbid_ids_of_their_rows_only() -> None:
         assert masked.status.tolist() == [Status.OK, Status.OK, Status.OK, Status.EMPTY]
 
 
+def test_masks_of_another_width_are_refused() -> None:
+    masks, rows = torch.zeros(1, 21, dtype=torch.int32), torch.tensor([0])
+    for fused in (True, False):
+        with pytest.raises(ValueError, match="masks must have 22 words"):
+            sample(joined(ASKED[:1], fused=fused), torch.zeros(1, VOCAB), [0], masks=masks, mask_rows=rows)
+
+
+def test_logits_may_lie_in_memory_in_any_way() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(9))
+    asked = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.9)]
+    expected = sample(joined(asked), logits, range(3)).tokens.tolist()
+    padded = torch.zeros(3, VOCAB + 9)
+    padded[:, 5 : VOCAB + 5] = logits
+    for view in (logits.t().contiguous().t(), padded[:, 5 : VOCAB + 5]):
+        assert sample(joined(asked), view, range(3)).tokens.tolist() == expected
+    assert sample(joined(asked), logits[:0], []).tokens.tolist() == []
+
+
 def test_sick_and_empty_rows_are_reported_and_leave_their_neighbours_alone() -> None:
     logits = torch.randn(len(ASKED), VOCAB, generator=torch.Generator().manual_seed(5))
     healthy = sample(joined(ASKED), logits, range(len(ASKED)))

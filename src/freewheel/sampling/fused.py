@@ -7,9 +7,11 @@ import torch
 import triton
 from torch import Tensor
 
-from freewheel.sampling import kernels
+from freewheel.sampling import kernels as triton_kernels
 from freewheel.sampling.draw import ATTEMPTS, BLOCK
 from freewheel.sampling.state import EDITED, NUCLEUS, TRUNCATED, SamplingState
+
+kernels: Any = triton_kernels  # whose constants are numbers here
 
 
 class Inputs(NamedTuple):
@@ -85,8 +87,14 @@ class FusedSampler:
     """
 
     def __init__(self, state: SamplingState) -> None:
-        """Sample for the sequences of ``state``, which has tables."""
+        """Sample for the sequences of ``state``, which has tables.
+
+        Raises:
+            ValueError: a vocabulary of more than 2**20 ids.
+        """
         assert state.tables is not None
+        if state.vocab_size > 1 << kernels.ID_BITS.value:
+            raise ValueError(f"the vocabulary has {state.vocab_size} ids, more than the kernels' limit of 2**20")
         self.state = state
         self.tables = state.tables
         self.cuda = state.device.type == "cuda"
@@ -106,9 +114,12 @@ class FusedSampler:
         blocks = triton.cdiv(drawable, BLOCK)
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         statuses = torch.empty(rows, dtype=torch.uint8, device=logits.device)
-        if rows not in self._workspaces:
-            self._workspaces[rows] = workspace(rows, blocks, logits.device)
-            self._addresses[rows] = _addresses(self._workspaces[rows])
+        if not rows:
+            return tokens, statuses
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        slots, positions = slots.long().contiguous(), positions.long().contiguous()
+        if masks is not None and mask_rows is not None:
+            masks, mask_rows = masks.contiguous(), mask_rows.long().contiguous()
         inputs = Inputs(
             logits, logits.stride(0), slots, positions, state.history, state.max_length,
             masks if masked else self._none, mask_rows if masked else self._none,
@@ -117,7 +128,8 @@ class FusedSampler:
         )  # fmt: skip
         # What a compiled kernel takes for granted besides what never changes: types, and addresses and strides that are
         # multiples of 16.
-        key = (rows, logits.dtype, inputs.stride, logits.data_ptr() % 16, edits, truncated, masked)
+        aligned = [tensor.data_ptr() % 16 == 0 for tensor in (logits, slots, positions, inputs.masks, inputs.mask_rows)]
+        key = (rows, logits.dtype, inputs.stride, *aligned, edits, truncated, masked)
         launch = self._launcher(key, inputs, rows, logits.device.index)
         draws = ATTEMPTS if truncated or edits or masked else 1
         chained = self.cuda
@@ -143,7 +155,12 @@ class FusedSampler:
         """
         stream = torch.cuda.current_stream(device).cuda_stream if self.cuda else None
         addresses = _addresses(inputs) if self.cuda else ()
-        places, place_addresses = self._workspaces[rows], self._addresses[rows]
+        # A few sizes serve all batches. None is ever freed: a captured graph may hold its addresses.
+        room = triton.next_power_of_2(rows)
+        if room not in self._workspaces:
+            self._workspaces[room] = workspace(room, triton.cdiv(inputs.drawable, BLOCK), inputs.logits.device)
+            self._addresses[room] = _addresses(self._workspaces[room])
+        places, place_addresses = self._workspaces[room], self._addresses[room]
 
         def launch(
             kernel: Any,

@@ -99,7 +99,13 @@ class Sampler:
         Args:
             logits: [rows, vocab_size], any float type (float64 is rounded to float32); not modified.
             rows: where each row belongs.
+
+        Raises:
+            ValueError: masks of another width than the vocabulary's, or without rows.
         """
+        words = -(-self.state.vocab_size // 32)
+        if rows.masks is not None and (rows.masks.shape[1] != words or rows.mask_rows is None):
+            raise ValueError(f"masks must have {words} words of 32 bits, and mask_rows must say whose they are")
         logits, valid = logits.detach(), self.state.valid_vocab_size
         if logits.shape[1] > valid:
             logits = logits[:, :valid]
