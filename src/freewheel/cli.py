@@ -290,6 +290,8 @@ def run_chat(args: argparse.Namespace) -> None:
     """``freewheel chat``: an empty line is ignored, end of input or /quit ends, /new starts over."""
     at_terminal = standard_input().isatty()
     import_engine()
+    from freewheel.sampling.params import check_text
+
     messages = conversation(args)
     params = sampling_params(args)
     if params.n > 1:
@@ -315,6 +317,7 @@ def run_chat(args: argparse.Namespace) -> None:
             elif text:
                 messages.append({"role": "user", "content": text})
                 try:
+                    check_text("message", text)
                     output = stream_text(llm, llm.render(messages), params)
                     raise_errors(output)
                 except (KeyboardInterrupt, ValueError, RuntimeError) as interruption:

@@ -273,6 +273,16 @@ def test_chat_survives_a_conversation_that_outgrows_the_context(
     assert told.count("first token") == 1
 
 
+def test_chat_goes_on_after_a_message_that_is_not_utf_8(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], talk: list[str]
+) -> None:
+    talk += ["caf\udce9", "short"]
+    assert main(["chat", "--model", str(tiny_model), "--max-tokens", "2"]) == 0
+    told = capsys.readouterr().err
+    assert "[message has a lone surrogate at character 3" in told
+    assert told.count("first token") == 1
+
+
 def test_chat_goes_on_after_a_request_that_failed(
     sick_model: Path, capsys: pytest.CaptureFixture[str], talk: list[str]
 ) -> None:

@@ -82,7 +82,7 @@ def test_refuses_unknown_types_and_models(tiny_model: Path) -> None:
         load(tiny_model, dtype="int4")  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="unknown model"):
         load("no-such-model")
-    with pytest.raises(ModelError, match="model must be a name or a path, not a list"):
+    with pytest.raises(ModelError, match="model must be a name or a path, not list"):
         load(["smollm2"])  # type: ignore[arg-type]
 
 

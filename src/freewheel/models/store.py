@@ -120,7 +120,7 @@ def resolve(name_or_path: str | Path) -> Path:
         ModelError: there is no such model, it is incomplete, or it cannot be fetched.
     """
     if not isinstance(name_or_path, str | Path):
-        raise ModelError(f"model must be a name or a path, not a {type(name_or_path).__name__}")
+        raise ModelError(f"model must be a name or a path, not {type(name_or_path).__name__}")
     if name_or_path in BUILTIN:
         return _fetched(str(name_or_path))
     # The functions of os.path answer False where those of Path raise: too long a name, an unknown ~user.
