@@ -91,15 +91,45 @@ def test_more_candidates_than_a_short_list_holds_are_searched_exactly() -> None:
     assert ours.tokens.tolist() == theirs.tokens.tolist()
 
 
+@pytest.mark.parametrize("limit", ["logits", "allowed ids", "mask"])
+def test_top_k_keeps_what_is_left_where_fewer_blocks_than_k_have_anything(limit: str) -> None:
+    logits = torch.full((40, 1024), -torch.inf if limit == "logits" else 5.0)
+    left = [0, 1, 2, 300]
+    logits[:, left] = torch.tensor([0.3, 0.2, 0.1, 0.0])
+    params = SamplingParams(top_k=3, allowed_token_ids=left if limit == "allowed ids" else None)
+    masks = {}
+    if limit == "mask":
+        words = torch.zeros(1, 32, dtype=torch.int32)
+        words[0, 0], words[0, 300 // 32] = 7, 1 << 300 % 32
+        masks = {"masks": words, "mask_rows": torch.zeros(40, dtype=torch.int64)}
+    ours, theirs = (sample(joined([params] * 40, 1024, fused=f), logits, range(40), **masks) for f in (True, False))
+    assert ours.tokens.tolist() == theirs.tokens.tolist()
+    assert set(ours.tokens.tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.0])
+def test_a_nucleus_ends_within_equal_values_of_several_blocks(value: float) -> None:
+    logits = torch.full((40, 1024), value)
+    logits[:, 1::2] = -value if value == 0 else value
+    tokens = sample(joined([SamplingParams(top_p=0.5)] * 40, 1024), logits, range(40)).tokens
+    assert tokens.max() < 512
+    assert (
+        tokens.tolist()
+        == sample(joined([SamplingParams(top_p=0.5)] * 40, 1024, fused=False), logits, range(40)).tokens.tolist()
+    )
+
+
 def test_grammar_masks_forbid_ids_of_their_rows_only() -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(4))
     masks = torch.zeros(2, -(-VOCAB // 32), dtype=torch.int32)
     masks[0, 3], masks[1, 21] = 1 << 7, -(1 << 31)  # ids 103 and 703, which lies past the vocabulary
     rows = torch.tensor([-1, 0, -1, 1])
     asked = [SamplingParams(temperature=0), SamplingParams(top_p=0.9), EVERYTHING, SamplingParams()]
+    none = {"masks": masks[:0], "mask_rows": torch.full((4,), -1)}
     for fused in (True, False):
         free = sample(joined(asked, fused=fused), logits, range(4))
         masked = sample(joined(asked, fused=fused), logits, range(4), masks=masks, mask_rows=rows)
+        assert sample(joined(asked, fused=fused), logits, range(4), **none).tokens.tolist() == free.tokens.tolist()
         assert masked.tokens.tolist() == [free.tokens[0], 103, free.tokens[2], -1]
         assert masked.status.tolist() == [Status.OK, Status.OK, Status.OK, Status.EMPTY]
 

@@ -27,6 +27,7 @@ WORDS = tl.constexpr(draw.BLOCK // 32)
 ATTEMPTS = tl.constexpr(draw.ATTEMPTS)
 LOG2E = tl.constexpr(1.4426950408889634)
 UNIT = tl.constexpr(2.0**40)
+LOWEST = tl.constexpr(-3.4e38)  # but for -inf, which marks what is forbidden
 
 OK, EMPTY, NAN = (tl.constexpr(status) for status in range(3))
 DONE, GATHER, CHECK, SELECT = (tl.constexpr(mode) for mode in range(4))
@@ -104,12 +105,6 @@ def _ordered(values):
     """Integers, int32, in the order of the float32 values; -0 equals +0."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _unordered(integers):
-    """The values of ``_ordered`` integers."""
-    return (integers ^ ((integers >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -326,8 +321,9 @@ def _reached_by(maxima, peak, k):
     steps = tl.minimum((peak - tl.maximum(maxima, low - step)) / step, 63.0).to(tl.int32)
     within = tl.cumsum(tl.histogram(tl.where(maxima >= low, steps, 63), 64), 0)
     last = tl.sum((within < k).to(tl.int32), 0)
-    # A little lower, for what was rounded.
-    return peak - (tl.minimum(last, 62) + 1.001).to(tl.float32) * step - tl.abs(peak) * 1e-6
+    # A little lower, for what was rounded. Where fewer than k are finite, whatever is finite may be among the first k.
+    reached = peak - (tl.minimum(last, 62) + 1.001).to(tl.float32) * step - tl.abs(peak) * 1e-6
+    return tl.where(tl.sum(finite.to(tl.int32), 0) >= k, reached, LOWEST)
 
 
 @triton.jit
@@ -450,10 +446,10 @@ def scan(
             own = tl.load(work.drafts + row * DRAWS + i) // BLOCK
             value = tl.load(work.draft_values + row * DRAWS + i)
             # Equal values come first in the blocks before the draw's own one, which ``choose`` has weighed.
-            threshold = tl.where(blocks < own, _unordered(_ordered(value) - 1), value)
-            threshold = tl.where(blocks == own, float("inf"), threshold)
+            ahead = (values > value) | ((values == value) & (blocks < own)[:, None])
+            ahead = ahead & (blocks != own)[:, None]
             # Rounded a block at a time: no tile size changes the sum.
-            mass = tl.sum(_units(tl.sum(tl.where(values > threshold[:, None], weights, 0.0), 1)), 0)
+            mass = tl.sum(_units(tl.sum(tl.where(ahead, weights, 0.0), 1)), 0)
             tl.atomic_add(work.masses + row * DRAWS + i, mass, sem="relaxed")
 
 

@@ -180,7 +180,7 @@ class Sampler:
         """
         values = logits.to(torch.float32, copy=True)
         sick = ~(values.amax(1) < torch.inf)
-        if rows.masks is not None and rows.mask_rows is not None:
+        if rows.masks is not None and rows.mask_rows is not None and len(rows.masks):
             ids = torch.arange(values.shape[1], device=values.device)
             mask_rows = rows.mask_rows[at]
             permitted = (rows.masks[mask_rows.clamp(min=0)][:, ids >> 5] >> (ids & 31)) & 1
