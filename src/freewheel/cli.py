@@ -350,6 +350,8 @@ def run_models(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status: 0, 2 for an error, 130 after Ctrl-C."""
+    if sys.stderr is None:  # closed: then printing to it would print to standard output
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         return run(build_parser().parse_args(argv))
     except KeyboardInterrupt:

@@ -166,6 +166,12 @@ def test_a_closed_standard_stream_is_one_line(arguments: list[str], redirection:
     assert (done.returncode, done.stderr) == (2, f"freewheel: error: {closed}\n")
 
 
+def test_errors_never_go_to_standard_output() -> None:
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *FREEWHEEL, "generate", "hi", "--model", "unknown"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 def test_unknown_model_and_broken_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "smolm2" in fails(capsys, ["generate", "x", "--model", "smolm2"])
     broken = tmp_path / "broken.gguf"
