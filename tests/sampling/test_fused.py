@@ -97,7 +97,7 @@ def test_top_k_keeps_what_is_left_where_fewer_blocks_than_k_have_anything(limit:
     left = [0, 1, 2, 300]
     logits[:, left] = torch.tensor([0.3, 0.2, 0.1, 0.0])
     params = SamplingParams(top_k=3, allowed_token_ids=left if limit == "allowed ids" else None)
-    masks = {}
+    masks: dict[str, Any] = {}
     if limit == "mask":
         words = torch.zeros(1, 32, dtype=torch.int32)
         words[0, 0], words[0, 300 // 32] = 7, 1 << 300 % 32
@@ -125,7 +125,7 @@ def test_grammar_masks_forbid_ids_of_their_rows_only() -> None:
     masks[0, 3], masks[1, 21] = 1 << 7, -(1 << 31)  # ids 103 and 703, which lies past the vocabulary
     rows = torch.tensor([-1, 0, -1, 1])
     asked = [SamplingParams(temperature=0), SamplingParams(top_p=0.9), EVERYTHING, SamplingParams()]
-    none = {"masks": masks[:0], "mask_rows": torch.full((4,), -1)}
+    none: dict[str, Any] = {"masks": masks[:0], "mask_rows": torch.full((4,), -1)}
     for fused in (True, False):
         free = sample(joined(asked, fused=fused), logits, range(4))
         masked = sample(joined(asked, fused=fused), logits, range(4), masks=masks, mask_rows=rows)
