@@ -48,7 +48,6 @@ def test_torch_draws_as_often_what_freewheel_draws(fields: dict[str, Any]) -> No
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     results = [
         SamplerResult(case=case, vocab=1000, batch=batch, floor=1e-6, torch=1e-3, gumbel=None, freewheel=1e-4)
         for case in CASES

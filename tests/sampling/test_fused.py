@@ -11,7 +11,7 @@ from torch import Tensor
 
 from freewheel.sampling import Sampler, SampleRows, Samples, SamplingParams, SamplingState, Status
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is made for Linux only")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT, OUTPUT = [1, 2, 3, 5, 3, 640, 7], [11, 12, 11]
@@ -58,6 +58,18 @@ def sample(state: SamplingState, logits: Tensor, slots: Sequence[int], position:
     on = {name: mask.to(state.device) for name, mask in masks.items()}
     rows = SampleRows(*torch.tensor([list(slots), [position] * len(slots)], device=state.device), **on)
     return Sampler(state).sample(logits.to(state.device), rows)
+
+
+def test_a_state_with_tables_is_drawn_for_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or all that follows would compare the torch path with itself."""
+    from freewheel.sampling.fused import FusedSampler
+
+    def marked(self: FusedSampler, logits: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.full((len(logits),), 123), torch.zeros(len(logits), dtype=torch.uint8)
+
+    monkeypatch.setattr(FusedSampler, "sample", marked)
+    assert sample(joined(ASKED[:2]), torch.zeros(2, VOCAB), range(2)).tokens.tolist() == [123, 123]
+    assert sample(joined(ASKED[:2], fused=False), torch.zeros(2, VOCAB), range(2)).tokens.tolist() != [123, 123]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -20,7 +20,7 @@ def exact(logits: Tensor, temperature: float | Tensor) -> Tensor:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the kernels run, each of them on every width."""
     if request.param != "torch":
-        pytest.importorskip("triton")
+        pytest.importorskip("triton", reason="Triton is made for Linux only")
         monkeypatch.setattr("freewheel.sampling.probabilities.ONE_PASS", 2**20 if request.param == "one pass" else 0)
     return request.param != "torch"
 

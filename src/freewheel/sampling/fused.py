@@ -83,7 +83,7 @@ class FusedSampler:
     """Tokens of a batch in two to five launches, without a look at the device.
 
     Which kernels are launched follows from what the slots in use may ask, known on the host; what a row gets, on the
-    device. A captured graph serves as long as these needs and the storage of ``state.tables`` stay (see ``signature``).
+    device. A captured graph serves as long as these needs stay and the storage of ``state.tables`` does not move.
     """
 
     def __init__(self, state: SamplingState) -> None:

@@ -323,7 +323,7 @@ def _reached_by(maxima, peak, k):
     last = tl.sum((within < k).to(tl.int32), 0)
     # A little lower, for what was rounded. Where fewer than k are finite, whatever is finite may be among the first k.
     reached = peak - (tl.minimum(last, 62) + 1.001).to(tl.float32) * step - tl.abs(peak) * 1e-6
-    return tl.where(tl.sum(finite.to(tl.int32), 0) >= k, reached, LOWEST)
+    return tl.where(tl.sum(finite.to(tl.int32), 0) >= k, tl.maximum(reached, LOWEST), LOWEST)
 
 
 @triton.jit
