@@ -1,7 +1,7 @@
 """The Triton kernels say what the torch path says. Without a CUDA device they run in Triton's interpreter."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -60,12 +60,23 @@ def sample(state: SamplingState, logits: Tensor, slots: Sequence[int], position:
     return Sampler(state).sample(logits.to(state.device), rows)
 
 
+def assert_same_logprobs(ours: Samples, theirs: Samples) -> None:
+    """The kernels describe all rows; those that did not ask or have no token have the rank 0."""
+    assert ours.logprobs is not None
+    assert theirs.logprobs is not None
+    asking = theirs.logprobs.rows
+    assert ours.logprobs.ranks.cpu().nonzero()[:, 0].tolist() == asking.tolist()
+    for name in ("token_logprobs", "ranks", "top_ids", "top_logprobs", "top_ranks"):
+        mine, other = getattr(ours.logprobs, name).cpu()[asking], getattr(theirs.logprobs, name)
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+
+
 def test_a_state_with_tables_is_drawn_for_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or all that follows would compare the torch path with itself."""
     from freewheel.sampling.fused import FusedSampler
 
-    def marked(self: FusedSampler, logits: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.full((len(logits),), 123), torch.zeros(len(logits), dtype=torch.uint8)
+    def marked(self: FusedSampler, logits: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor, None]:
+        return torch.full((len(logits),), 123), torch.zeros(len(logits), dtype=torch.uint8), None
 
     monkeypatch.setattr(FusedSampler, "sample", marked)
     assert sample(joined(ASKED[:2]), torch.zeros(2, VOCAB), range(2)).tokens.tolist() == [123, 123]
@@ -85,13 +96,39 @@ def test_tokens_are_those_of_the_torch_path(dtype: torch.dtype, ties: bool) -> N
         ours, theirs = (sample(state, logits.to(dtype), slots, position) for state in (fused, plain))
         assert ours.tokens.tolist() == theirs.tokens.tolist()
         assert ours.status.tolist() == theirs.status.tolist()
-        assert ours.logprobs is not None
-        assert theirs.logprobs is not None
-        torch.testing.assert_close(ours.logprobs.token_logprobs.cpu(), theirs.logprobs.token_logprobs)
+        assert_same_logprobs(ours, theirs)
         for state, tokens in ((fused, ours.tokens), (plain, theirs.tokens)):
             index = torch.tensor([[*slots], [position] * len(slots)], device=state.device)
             state.append(index[0], index[1], tokens)
         assert fused.history.tolist() == plain.history.tolist()
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_log_probabilities_are_those_of_the_torch_path(mode: Literal["raw", "processed"], ties: bool) -> None:
+    """Few and many alternatives, more than the row has blocks, more than are kept, more than any short list holds."""
+    asked = [
+        SamplingParams(temperature=t, logprobs=n, logprobs_mode=mode, **fields)
+        for t, n, fields in [
+            (0, 5, {}),
+            (0.7, 0, {}),
+            (1.3, 20, {"frequency_penalty": 0.5, "logit_bias": {4: 30.0, 1: -100.0}}),
+            (1, 3, {"top_p": 0.5}),
+            (1, 9, {"top_p": 0.01}),
+            (1, 4, {"top_k": 2}),
+            (1, 4, {"min_p": 0.5, "top_k": 7}),
+            (1, 2, {"allowed_token_ids": [3, 400, 90]}),
+            (1, 6, {"allowed_token_ids": [3, 400, 90]}),
+            (1e30, 4, {"top_p": 0.95}),
+        ]
+    ]
+    logits = torch.randn(len(asked), 1400, generator=torch.Generator().manual_seed(21)) * 3
+    if ties:
+        logits = logits.round()
+        logits[0] = 1.0
+    ours, theirs = (sample(joined(asked, 1400, fused=fused), logits, range(len(asked))) for fused in (True, False))
+    assert ours.tokens.tolist() == theirs.tokens.tolist()
+    assert_same_logprobs(ours, theirs)
 
 
 def test_more_candidates_than_a_short_list_holds_are_searched_exactly() -> None:

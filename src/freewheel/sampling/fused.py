@@ -9,7 +9,7 @@ from torch import Tensor
 
 from freewheel.sampling import kernels as triton_kernels
 from freewheel.sampling.draw import ATTEMPTS, BLOCK
-from freewheel.sampling.state import EDITED, NUCLEUS, TRUNCATED, SamplingState
+from freewheel.sampling.state import EDITED, LOGPROBS, NUCLEUS, TRUNCATED, SamplingState
 
 kernels: Any = triton_kernels  # whose constants are numbers here
 
@@ -40,20 +40,31 @@ class Workspace(NamedTuple):
 
     maxima: Any
     sums: Any
-    pending: Any
-    bounds: Any
+    raw_maxima: Any
+    raw_sums: Any
+    tickets: Any
     peaks: Any
     totals: Any
     drafts: Any
     draft_values: Any
     masses: Any
-    reaching: Any
-    reaching_blocks: Any
+    listed: Any
+    block_list: Any
     candidates: Any
 
 
+class Described(NamedTuple):
+    """Log probabilities of all rows, as ``Logprobs`` has them: tensors, or their addresses."""
+
+    token_logprobs: Any
+    ranks: Any
+    top_ids: Any
+    top_logprobs: Any
+    top_ranks: Any
+
+
 def workspace(rows: int, blocks: int, device: torch.device) -> Workspace:
-    """Room for ``rows``, whose vocabulary has so many blocks."""
+    """Room for ``rows``, whose vocabulary has so many blocks. Tickets are 0 between calls."""
 
     def room(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.zeros(rows, *shape, dtype=dtype, device=device)
@@ -61,26 +72,33 @@ def workspace(rows: int, blocks: int, device: torch.device) -> Workspace:
     return Workspace(
         maxima=room(torch.float32, blocks),
         sums=room(torch.float32, blocks),
-        pending=room(torch.int32),
-        bounds=room(torch.float32),
+        raw_maxima=room(torch.float32, blocks),
+        raw_sums=room(torch.float32, blocks),
+        tickets=room(torch.int32),
         peaks=room(torch.float32),
         totals=room(torch.int64),
         drafts=room(torch.int32, ATTEMPTS),
         draft_values=room(torch.float32, ATTEMPTS),
         masses=room(torch.int64, ATTEMPTS),
-        reaching=room(torch.int32),
-        reaching_blocks=room(torch.int32, blocks),
+        listed=room(torch.int32),
+        block_list=room(torch.int32, blocks),
         candidates=room(torch.int32, kernels.CAPACITY.value),
     )
 
 
 def _addresses(places: Any) -> Any:
     """The same tuple with addresses in place of tensors."""
-    return type(places)(*(place.data_ptr() if isinstance(place, Tensor) else place for place in places))
+    return type(places)(*map(_address, places))
+
+
+def _address(place: Any) -> Any:
+    if isinstance(place, Tensor):
+        return place.data_ptr()
+    return _addresses(place) if isinstance(place, tuple) else place
 
 
 class FusedSampler:
-    """Tokens of a batch in two to five launches, without a look at the device.
+    """Tokens of a batch in one to five launches, without a look at the device.
 
     Which kernels are launched follows from what the slots in use may ask, known on the host; what a row gets, on the
     device. A captured graph serves as long as these needs stay and the storage of ``state.tables`` does not move.
@@ -98,24 +116,24 @@ class FusedSampler:
         self.state = state
         self.tables = state.tables
         self.cuda = state.device.type == "cuda"
-        self._workspaces: dict[int, Workspace] = {}
-        self._addresses: dict[int, Workspace] = {}
+        self._workspaces: dict[int, tuple[Workspace, Workspace]] = {}
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._none = torch.zeros(1, dtype=torch.int64, device=state.device)
 
     def sample(
         self, logits: Tensor, slots: Tensor, positions: Tensor, masks: Tensor | None, mask_rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [rows] and statuses uint8 [rows]; see ``Sampler.sample``."""
+    ) -> tuple[Tensor, Tensor, Described | None]:
+        """Tokens int64 [rows], statuses uint8 [rows] and log probabilities; see ``Sampler.sample``."""
         state, tables = self.state, self.tables
-        edits, truncated, nucleus = (state.asked(need) for need in (EDITED, TRUNCATED, NUCLEUS))
+        edits, truncated, nucleus, logprobs = map(state.asked, (EDITED, TRUNCATED, NUCLEUS, LOGPROBS))
         masked = masks is not None
+        demands = edits or truncated or logprobs or masked
         rows, drawable = len(slots), state.valid_vocab_size
-        blocks = triton.cdiv(drawable, BLOCK)
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         statuses = torch.empty(rows, dtype=torch.uint8, device=logits.device)
+        described = self._described(rows) if logprobs else None
         if not rows:
-            return tokens, statuses
+            return tokens, statuses, described
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         slots, positions = slots.long().contiguous(), positions.long().contiguous()
         if masks is not None and mask_rows is not None:
@@ -129,24 +147,45 @@ class FusedSampler:
         # What a compiled kernel takes for granted besides what never changes: types, and addresses and strides that are
         # multiples of 16.
         aligned = [tensor.data_ptr() % 16 == 0 for tensor in (logits, slots, positions, inputs.masks, inputs.mask_rows)]
-        key = (rows, logits.dtype, inputs.stride, *aligned, edits, truncated, masked)
+        width = described.top_ids.shape[1] if described is not None else 0
+        key = (rows, logits.dtype, inputs.stride, *aligned, edits, truncated, masked, logprobs, width)
         launch = self._launcher(key, inputs, rows, logits.device.index)
-        draws = ATTEMPTS if truncated or edits or masked else 1
-        chained = self.cuda
-        if edits:
-            launch(kernels.edit, (8, rows), (), (128, 8, chained), 4, False)
-        tile = 4 if rows < 8 else 8 if rows < 64 or edits else 16
-        grid = triton.cdiv(blocks, tile), rows
-        launch(kernels.block_stats, grid, (blocks,), (tile, edits, masked, chained), 4, edits)
-        constants = draws, edits, masked, chained
+        blocks = triton.cdiv(drawable, BLOCK)
         padded = triton.next_power_of_2(blocks)
-        launch(kernels.choose, (rows, 1), (tokens, statuses, blocks), (padded, *constants), 4 if rows < 64 else 8, True)
-        if truncated:
-            if nucleus:
-                parts = 64 if rows < 8 else 32 if rows < 64 else 16
-                launch(kernels.scan, (parts, rows), (blocks,), (8, parts, *constants), 4, True)
-            launch(kernels.resolve, (rows, 1), (tokens, blocks), (32, *constants), 4, True)
-        return tokens, statuses
+        tile = 4 if rows < 8 else 8 if rows < 64 else 16
+        tiles, chained = triton.cdiv(blocks, tile), self.cuda
+        changes = edits, masked
+        if edits:
+            launch(kernels.edit, (8, rows), (), (128, chained), 4, False)
+        if demands:
+            parts = min(tiles, max(8, 2048 // rows))
+            constants = (tile, padded, *changes, logprobs, chained)
+            launch(kernels.draw, (parts, rows), (tokens, statuses, blocks), constants, 4, edits)
+        constants = tile, padded, demands, masked, chained
+        launch(kernels.draw_plain, (tiles, rows), (tokens, statuses, blocks), constants, 4, demands)
+        if nucleus:
+            parts = 64 if rows < 8 else 32 if rows < 64 else 16
+            constants = (8, padded, *changes, chained)
+            launch(kernels.check, (parts, rows), (tokens, statuses, blocks), constants, 4, True)
+        if described is not None:
+            constants = (padded, triton.next_power_of_2(max(width, 1)), *changes, chained)
+            launch(kernels.describe, (rows, 1), (described, tokens, width, blocks), constants, 4, True)
+        return tokens, statuses, described
+
+    def _described(self, rows: int) -> Described:
+        """Room for the log probabilities of so many rows."""
+        width = max(asked.alternatives for asked in self.state.settings)
+
+        def room(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(rows, *shape, dtype=dtype, device=self.state.device)
+
+        return Described(
+            token_logprobs=room(torch.float32),
+            ranks=room(torch.int64),
+            top_ids=room(torch.int64, width),
+            top_logprobs=room(torch.float32, width),
+            top_ranks=room(torch.int64, width),
+        )
 
     def _launcher(self, key: tuple[Any, ...], inputs: Inputs, rows: int, device: int | None) -> Callable[..., None]:
         """A function that launches a kernel on these inputs: by its handle and addresses alone once it is compiled.
@@ -158,9 +197,9 @@ class FusedSampler:
         # A few sizes serve all batches. None is ever freed: a captured graph may hold its addresses.
         room = triton.next_power_of_2(rows)
         if room not in self._workspaces:
-            self._workspaces[room] = workspace(room, triton.cdiv(inputs.drawable, BLOCK), inputs.logits.device)
-            self._addresses[room] = _addresses(self._workspaces[room])
-        places, place_addresses = self._workspaces[room], self._addresses[room]
+            places = workspace(room, triton.cdiv(inputs.drawable, BLOCK), inputs.logits.device)
+            self._workspaces[room] = places, _addresses(places)
+        work, work_addresses = self._workspaces[room]
 
         def launch(
             kernel: Any,
@@ -171,17 +210,16 @@ class FusedSampler:
             chained: bool,
         ) -> None:
             compiled = self._compiled.get((key, id(kernel)))
+            alone = kernel is kernels.edit
             if compiled is None:
                 options: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": chained} if self.cuda else {}
-                work = () if kernel is kernels.edit else (places,)
-                compiled = kernel[grid](inputs, *work, *args, *constants, num_warps=warps, **options)
+                places = () if alone else (work,)
+                compiled = kernel[grid](inputs, *places, *args, *constants, num_warps=warps, **options)
                 self._compiled[key, id(kernel)] = compiled  # None where kernels are interpreted
                 return
-            work = () if kernel is kernels.edit else (place_addresses,)
-            args = tuple(arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args)
             compiled.run(
                 *grid, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                addresses, *work, *args, *constants,
+                addresses, *(() if alone else (work_addresses,)), *map(_address, args), *constants,
             )  # fmt: skip
 
         return launch

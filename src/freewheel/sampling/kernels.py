@@ -1,10 +1,14 @@
 """The sampler on the device: the whole tail from logits to tokens in a few launches, with no host in between.
 
-    edit         [parts, rows]  the values of the few ids that a row's bias, penalties and bad words change
-    block_stats  [tiles, rows]  one read of the logits: the maximum and the sum of exponentials of each block
-    choose       [rows]         the token of plain and greedy rows; for the others a bound, or draws to check
-    scan         [parts, rows]  the mass before each draw of a nucleus, from the blocks that reach above it
-    resolve      [rows]         rows with truncation: the first draw that it keeps, or one of the candidates
+    edit        [parts, rows]  the values of the few ids that a row's bias, penalties and bad words change
+    draw        [parts, rows]  rows that ask for more than a plain token: all but a nucleus, whose draws are left to check
+    draw_plain  [tiles, rows]  the other rows
+    check       [parts, rows]  the mass before each draw of a nucleus: the first draw inside it, or one of the candidates
+    describe    [rows]         log probabilities
+
+``draw`` and ``draw_plain`` read the logits once: each program leaves the maximum and the sum of exponentials of its
+blocks, and the last program of a row to arrive draws from them. So no row waits for another, and the two run side by side:
+a demanding row starts first, and the plain ones stream past it.
 
 What several programs add up are integers (weights in units of 2**-40 of the largest), which no order changes, and every
 float sum is over one block or list in a fixed order: a row's bits never depend on the batch or the clock.
@@ -12,8 +16,10 @@ float sum is over one block or list in a fixed order: a row's bits never depend 
 Masks are applied and edited values are put in place as the logits are read, by one function, wherever they are read.
 
 All read ``inputs`` and hand each other what is in ``work``; see fused.py. Constants say what some row of the batch may
-need: EDITS (bias, penalties, lists of ids), MASKED (grammar masks), DRAWS above 1 (truncation). CHAINED kernels start
-before the one ahead of them ends, and go on at ``gdc_wait`` when it has (programmatic dependent launch).
+need: EDITS (bias, penalties, lists of ids), MASKED (grammar masks). CHAINED kernels start before the one ahead of them
+ends, as soon as all its programs have started, and go on at ``gdc_wait`` when it has ended (programmatic dependent
+launch). A kernel's end must not come before that of the one ahead of it, or the next would not wait for both: hence
+some program of each waits, wherever the one ahead had something to do.
 """
 
 import triton
@@ -30,7 +36,6 @@ UNIT = tl.constexpr(2.0**40)
 LOWEST = tl.constexpr(-3.4e38)  # but for -inf, which marks what is forbidden
 
 OK, EMPTY, NAN = (tl.constexpr(status) for status in range(3))
-DONE, GATHER, CHECK, SELECT = (tl.constexpr(mode) for mode in range(4))
 CAPACITY = tl.constexpr(1024)
 FEW = tl.constexpr(128)
 
@@ -38,6 +43,7 @@ FEW = tl.constexpr(128)
 ID_BITS = tl.constexpr(20)
 KEY_BITS = tl.constexpr(52)
 LAST_ID = tl.constexpr(2**20 - 1)
+ABOVE = tl.constexpr(2**52)  # all keys
 
 COLUMNS = tl.constexpr(tables.COLUMNS)
 SEED = tl.constexpr(tables.SEED)
@@ -56,6 +62,7 @@ EDIT_ROW = tl.constexpr(tables.EDIT_ROW)
 EDIT_KINDS = tl.constexpr(tables.EDIT_KINDS)
 EDIT_LIST = tl.constexpr(tables.EDIT_LIST)
 LISTED_COUNT = tl.constexpr(tables.LISTED_COUNT)
+ALTERNATIVES = tl.constexpr(tables.ALTERNATIVES)
 
 ALLOWED = tl.constexpr(tables.ALLOWED)
 SEEN = tl.constexpr(tables.SEEN)
@@ -67,6 +74,9 @@ LIMITED = tl.constexpr(tables.LIMITED)
 PENALISED = tl.constexpr(tables.PENALISED)
 
 TRUNCATED = tl.constexpr(state.TRUNCATED)
+NUCLEUS = tl.constexpr(state.NUCLEUS)
+ASKS_LOGPROBS = tl.constexpr(state.LOGPROBS)
+PROCESSED = tl.constexpr(state.PROCESSED)
 
 
 @triton.jit
@@ -114,6 +124,12 @@ def _key(values, ids):
 
 
 @triton.jit
+def _id(key):
+    """The id in a composite key."""
+    return (key & LAST_ID) ^ LAST_ID
+
+
+@triton.jit
 def _words(settings, slot, position, lanes):
     """Random words of a row, four for each lane; see sampling.rng."""
     zero = tl.zeros_like(lanes)
@@ -135,7 +151,7 @@ def _bit(words, ids):
 
 
 @triton.jit
-def edit(inputs, STEP: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr):
+def edit(inputs, STEP: tl.constexpr, CHAINED: tl.constexpr):
     """For each id that its slot lists or has seen: the value after bias, held-back ends, bad words and penalties."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(inputs.slots + row)
@@ -155,7 +171,7 @@ def edit(inputs, STEP: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr)
     frequency = _real(inputs.settings, slot, FREQUENCY).to(tl.float32)
     presence = _real(inputs.settings, slot, PRESENCE).to(tl.float32)
     # An id may turn up several times, in the history and in the list: each time it gets the same value.
-    for part in range(tl.program_id(0) * STEP, listed + seen_tokens, PARTS * STEP):
+    for part in range(tl.program_id(0) * STEP, listed + seen_tokens, tl.num_programs(0) * STEP):
         i = part + tl.arange(0, STEP)
         from_list = i < listed
         ids = tl.load(inputs.lists + start + 5 * i, mask=from_list, other=-1).to(tl.int64)
@@ -288,26 +304,121 @@ def _load_at(inputs, row, changes, ids, wanted, EDITS: tl.constexpr):
 
 
 @triton.jit
-def block_stats(
-    inputs, work, block_count, TILE: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr, CHAINED: tl.constexpr
-):
-    """Per block its maximum and, relative to it, its sum of exponentials: NaN if the block has NaN or +inf."""
-    row = tl.program_id(1).to(tl.int64)
-    slot = tl.load(inputs.slots + row)
-    blocks = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    changes = _changes(inputs, row, slot, tl.load(inputs.positions + row), EDITS, MASKED)
-    if EDITS and CHAINED:
-        # Only edited rows need what the kernel before this one wrote.
-        if changes[0] >= 0:
-            gdc_wait()
-    values = _load(inputs, row, changes, blocks, blocks < block_count, EDITS, MASKED, LOOK=True)
-    if CHAINED:
-        gdc_launch_dependents()
+def _demands(inputs, row, slot, position, MASKED: tl.constexpr):
+    """Whether the row asks for more than a plain draw or the first of the largest."""
+    demands = (_setting(inputs.settings, slot, NEEDS) & (TRUNCATED | ASKS_LOGPROBS)) != 0
+    demands = demands | (position < _setting(inputs.settings, slot, EDITED_UNTIL))
+    if MASKED:
+        demands = demands | (tl.load(inputs.mask_rows + row) >= 0)
+    return demands
+
+
+@triton.jit
+def _measure(values, scale, maxima, sums, row, blocks, block_count):
+    """Leave each block's maximum and, relative to it, its sum of exponentials: NaN for a block with NaN or +inf."""
     peaks = tl.max(values, 1)
     level = tl.where(peaks == -float("inf"), 0.0, peaks)
-    weights = tl.exp2((values - level[:, None]) * _scale(inputs.settings, slot))
-    tl.store(work.maxima + row * block_count + blocks, peaks, mask=blocks < block_count)
-    tl.store(work.sums + row * block_count + blocks, tl.sum(weights, 1), mask=blocks < block_count)
+    total = tl.sum(tl.exp2((values - level[:, None]) * scale), 1)
+    tl.store(
+        maxima + row * block_count + blocks, tl.where(total == total, peaks, float("nan")), mask=blocks < block_count
+    )
+    tl.store(sums + row * block_count + blocks, total, mask=blocks < block_count)
+
+
+@triton.jit
+def _last(tickets, row, programs):
+    """Whether this is the last of the row's programs to arrive: then it sees what all of them have stored."""
+    tl.debug_barrier()
+    arrived = tl.atomic_add(tickets + row, 1, sem="acq_rel")
+    last = arrived == programs - 1
+    if last:
+        tl.store(tickets + row, 0)
+    return last
+
+
+@triton.jit
+def _read_blocks(maxima, sums, row, scale, block_count, BLOCKS: tl.constexpr):
+    """A row's block maxima, its largest logit (NaN if any is NaN or +inf) and its blocks' weights, int64."""
+    block = tl.arange(0, BLOCKS)
+    block_maxima = tl.load(maxima + row * block_count + block, mask=block < block_count, other=-float("inf"))
+    block_sums = tl.load(sums + row * block_count + block, mask=block < block_count, other=0.0)
+    # As integers NaN is the largest: one reduction finds the peak and the sick rows.
+    first = tl.max(_ordered(block_maxima), 0)
+    peak = (first ^ ((first >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    level = tl.where(peak > -float("inf"), peak, 0.0)
+    return block_maxima, peak, _units(block_sums * tl.exp2((block_maxima - level) * scale))
+
+
+@triton.jit
+def _report(statuses, row, peak):
+    """Store the row's status; whether it is healthy."""
+    healthy = peak > -float("inf")
+    tl.store(statuses + row, tl.where(healthy, OK, tl.where(peak == peak, EMPTY, NAN)).to(tl.uint8))
+    return healthy
+
+
+@triton.jit
+def _attempts(
+    inputs, maxima, row, slot, position, changes, scale, block_maxima, peak, units, block_count,
+    DRAWS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Draw from the whole row DRAWS times: a block in proportion to its weight, then an id inside it.
+
+    Returns:
+        blocks int32 [DRAWS], places in them int32 [DRAWS], the blocks' values float32 [DRAWS, BLOCK], and the row's
+        weight int64.
+    """
+    attempt = tl.arange(0, DRAWS)
+    first, second, _, _ = _words(inputs.settings, slot, position, attempt)
+    if _real(inputs.settings, slot, TEMPERATURE) == 0:
+        # Greedy: all weight is on the largest ones, and the smallest word draws the first of them.
+        units = (block_maxima == peak).to(tl.int64)
+        first *= 0
+        second *= 0
+    total = tl.sum(units, 0)
+    cumulative = tl.cumsum(units, 0)
+    drawn = tl.sum((cumulative[None, :] <= _share(total, first)[:, None]).to(tl.int32), 1)
+    inside = drawn < block_count
+    level = tl.load(maxima + row * block_count + drawn, mask=inside, other=0.0)
+    values = _load(inputs, row, changes, drawn, inside, EDITS, MASKED)
+    shares = _units(tl.exp2((values - level[:, None]) * scale))
+    if _real(inputs.settings, slot, TEMPERATURE) == 0:
+        shares = (values == level[:, None]).to(tl.int64)
+    within = (tl.cumsum(shares, 1) <= _share(tl.sum(shares, 1), second)[:, None]).to(tl.int32)
+    return drawn, tl.sum(within, 1), values, total
+
+
+@triton.jit
+def draw_plain(
+    inputs, work, tokens, statuses, block_count,
+    TILE: tl.constexpr, BLOCKS: tl.constexpr, DEMANDS: tl.constexpr, MASKED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Tokens of the rows that ask for a plain draw or the first of the largest; the others leave at once."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(inputs.slots + row)
+    position = tl.load(inputs.positions + row)
+    if CHAINED:
+        gdc_launch_dependents()
+    if DEMANDS:
+        if _demands(inputs, row, slot, position, MASKED):
+            if CHAINED:
+                if tl.program_id(0) == 0:
+                    gdc_wait()
+            return
+    changes = _changes(inputs, row, slot, position, False, False)
+    scale = _scale(inputs.settings, slot)
+    blocks = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    values = _load(inputs, row, changes, blocks, blocks < block_count, False, False)
+    _measure(values, scale, work.maxima, work.sums, row, blocks, block_count)
+    if _last(work.tickets, row, tl.num_programs(0)):
+        block_maxima, peak, units = _read_blocks(work.maxima, work.sums, row, scale, block_count, BLOCKS)
+        healthy = _report(statuses, row, peak)
+        drawn, chosen, _, _ = _attempts(
+            inputs, work.maxima, row, slot, position, changes, scale, block_maxima, peak, units, block_count,
+            1, False, False,
+        )  # fmt: skip
+        token = tl.sum(drawn * BLOCK + chosen, 0).to(tl.int64)
+        tl.store(tokens + row, tl.where(healthy, token, -1))
 
 
 @triton.jit
@@ -327,130 +438,9 @@ def _reached_by(maxima, peak, k):
 
 
 @triton.jit
-def choose(
-    inputs, work, tokens, statuses, block_count, BLOCKS: tl.constexpr, DRAWS: tl.constexpr, EDITS: tl.constexpr,
-    MASKED: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Draw for plain rows; prepare the others. DRAWS is 1 where no slot truncates, else ATTEMPTS."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(inputs.slots + row)
-    position = tl.load(inputs.positions + row)
-    scale = _scale(inputs.settings, slot)
-    greedy = _real(inputs.settings, slot, TEMPERATURE) == 0
-    attempt = tl.arange(0, DRAWS)
-    first, second, _, _ = _words(inputs.settings, slot, position, attempt)
-    truncated = (DRAWS > 1) & ((_setting(inputs.settings, slot, NEEDS) & TRUNCATED) != 0)
-    top_k = _setting(inputs.settings, slot, TOP_K)
-    top_p = _real(inputs.settings, slot, TOP_P)
-    min_p = _real(inputs.settings, slot, MIN_P)
-    changes = _changes(inputs, row, slot, position, EDITS, MASKED)
-    if CHAINED:
-        gdc_wait()
-    block = tl.arange(0, BLOCKS)
-    block_maxima = tl.load(work.maxima + row * block_count + block, mask=block < block_count, other=-float("inf"))
-    block_sums = tl.load(work.sums + row * block_count + block, mask=block < block_count, other=0.0)
-    peak = tl.max(block_maxima, 0)
-    weights = block_sums * tl.exp2((block_maxima - tl.where(peak > -float("inf"), peak, 0.0)) * scale)
-    mass = tl.sum(weights, 0)
-    healthy = (mass == mass) & (peak > -float("inf"))
-    tl.store(statuses + row, tl.where(mass != mass, NAN, tl.where(healthy, OK, EMPTY)).to(tl.uint8))
-    token = tl.full([], -1, tl.int32)
-    mode = tl.full([], 0, tl.int32)
-    bound = -float("inf")
-    if truncated & healthy & (top_k < inputs.drawable):
-        mode += 3
-        if top_k <= block_count:
-            mode -= 2
-            bound = _reached_by(block_maxima, peak, top_k)
-    elif healthy:
-        units = _units(weights)
-        cumulative = tl.cumsum(units, 0)
-        total = tl.sum(units, 0)
-        drawn = tl.sum((cumulative[None, :] <= _share(total, first)[:, None]).to(tl.int32), 1)
-        drawn = tl.where(greedy, tl.min(tl.where(block_maxima == peak, block, BLOCKS), 0), drawn)
-        values = _load(inputs, row, changes, drawn, drawn < block_count, EDITS, MASKED)
-        within = tl.arange(0, BLOCK)[None, :]
-        level = tl.max(values, 1)
-        inside = _units(tl.exp2((values - level[:, None]) * scale))
-        chosen = tl.sum((tl.cumsum(inside, 1) <= _share(tl.sum(inside, 1), second)[:, None]).to(tl.int32), 1)
-        chosen = tl.where(greedy, tl.min(tl.where(values == level[:, None], within, BLOCK), 1), chosen)
-        draws = drawn * BLOCK + chosen
-        token = tl.sum(tl.where(attempt == 0, draws, 0), 0)
-        if truncated:
-            draw_values = tl.sum(tl.where(within == chosen[:, None], values, 0.0), 1)
-            likely = tl.exp2((draw_values - peak) * scale).to(tl.float64) >= min_p
-            if top_p < 1:
-                mode += 2
-                bound = tl.min(draw_values, 0)
-                tl.store(work.totals + row, total)
-                tl.store(work.drafts + row * DRAWS + attempt, tl.where(likely, draws, -1))
-                tl.store(work.draft_values + row * DRAWS + attempt, draw_values)
-                # The mass before the draw within its own block, where ids decide between equal values.
-                value = draw_values[:, None]
-                ahead = (values > value) | ((values == value) & (within < chosen[:, None]))
-                shares = tl.where(ahead, tl.exp2((values - peak) * scale), 0.0)
-                tl.store(work.masses + row * DRAWS + attempt, _units(tl.sum(shares, 1)))
-            else:
-                accepted = tl.min(tl.where(likely, attempt, DRAWS), 0)
-                token = tl.sum(tl.where(attempt == accepted, draws, 0), 0)
-                if accepted == DRAWS:
-                    mode += 1
-                    bound = tl.max(draw_values, 0)
-    tl.store(tokens + row, token.to(tl.int64))
-    if DRAWS > 1:
-        tl.store(work.pending + row, mode)
-        if mode != DONE:
-            if mode != CHECK:
-                # Min-p will drop what lies below this, unless top-p has to weigh it within the top k.
-                bound = tl.where(top_k < inputs.drawable, bound, tl.maximum(bound, _min_p_bound(peak, scale, min_p)))
-            tl.store(work.peaks + row, peak)
-            tl.store(work.bounds + row, bound)
-            reaches = (block_maxima >= bound) & (block < block_count)
-            place = tl.cumsum(reaches.to(tl.int32), 0)
-            tl.store(work.reaching_blocks + row * block_count + place - 1, block, mask=reaches)
-            tl.store(work.reaching + row, tl.max(place, 0))
-    if CHAINED:
-        gdc_launch_dependents()
-
-
-@triton.jit
 def _min_p_bound(peak, scale, min_p):
     """A number that every token reaches which min-p keeps."""
     return peak + (tl.log2(tl.maximum(min_p.to(tl.float32), 1e-37)) - 0.01) / scale - tl.abs(peak) * 1e-6
-
-
-@triton.jit
-def scan(
-    inputs, work, block_count,
-    TILE: tl.constexpr, PARTS: tl.constexpr, DRAWS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
-    CHAINED: tl.constexpr,
-):  # fmt: skip
-    """The mass before each draw of the rows whose draws ``choose`` left to check."""
-    row = tl.program_id(1).to(tl.int64)
-    slot = tl.load(inputs.slots + row)
-    changes = _changes(inputs, row, slot, tl.load(inputs.positions + row), EDITS, MASKED)
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
-    if tl.load(work.pending + row) != CHECK:
-        return
-    scale = _scale(inputs.settings, slot)
-    peak = tl.load(work.peaks + row)
-    count = tl.load(work.reaching + row)
-    for start in range(tl.program_id(0) * TILE, count, PARTS * TILE):
-        place = start + tl.arange(0, TILE)
-        blocks = tl.load(work.reaching_blocks + row * block_count + place, mask=place < count, other=block_count)
-        values = _load(inputs, row, changes, blocks, place < count, EDITS, MASKED)
-        weights = tl.exp2((values - peak) * scale)
-        for i in tl.static_range(DRAWS):
-            own = tl.load(work.drafts + row * DRAWS + i) // BLOCK
-            value = tl.load(work.draft_values + row * DRAWS + i)
-            # Equal values come first in the blocks before the draw's own one, which ``choose`` has weighed.
-            ahead = (values > value) | ((values == value) & (blocks < own)[:, None])
-            ahead = ahead & (blocks != own)[:, None]
-            # Rounded a block at a time: no tile size changes the sum.
-            mass = tl.sum(_units(tl.sum(tl.where(ahead, weights, 0.0), 1)), 0)
-            tl.atomic_add(work.masses + row * DRAWS + i, mass, sem="relaxed")
 
 
 @triton.jit
@@ -461,11 +451,66 @@ def _ahead(others, j, other_weights, values, i):
 
 
 @triton.jit
-def _pick(
-    inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, word,
+def _gather(
+    inputs, work, row, changes, bound, block_maxima, block_count,
+    TILE: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Leave the ids whose values reach the bound in ``candidates``, ascending; how many, or more than CAPACITY."""
+    blocks_left = _list_blocks(work, row, block_maxima >= bound, block_count, BLOCKS)
+    candidates = work.candidates + row * CAPACITY
+    count = tl.zeros([], tl.int32)
+    for start in range(0, blocks_left, TILE):
+        blocks, wanted = _listed(work, row, start, blocks_left, block_count, TILE)
+        values = _load(inputs, row, changes, blocks, wanted, EDITS, MASKED)
+        # The kept ones as bits, 32 ids a word: few are set, so the loop over a word's bits is short.
+        kept = tl.reshape((values >= bound).to(tl.int32), [TILE, WORDS, 32])
+        rest = tl.sum(kept << tl.arange(0, 32)[None, None, :], 2)
+        in_word = _popcount(rest)
+        in_block = tl.sum(in_word, 1)
+        at = (count + tl.cumsum(in_block, 0) - in_block)[:, None] + tl.cumsum(in_word, 1) - in_word
+        first = blocks[:, None] * BLOCK + tl.arange(0, WORDS)[None, :] * 32
+        count += tl.sum(in_block, 0)
+        if count <= CAPACITY:
+            for i in range(tl.max(tl.max(in_word, 1), 0)):
+                lowest = rest & -rest
+                tl.store(candidates + at + i, first + _popcount(lowest - 1), mask=rest != 0)
+                rest = rest ^ lowest
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _list_blocks(work, row, listed, block_count, BLOCKS: tl.constexpr):
+    """Leave the blocks that are ``listed`` [BLOCKS] in ``block_list``, ascending; how many these are."""
+    block = tl.arange(0, BLOCKS)
+    listed = listed & (block < block_count)
+    place = tl.cumsum(listed.to(tl.int32), 0)
+    tl.debug_barrier()  # an earlier list may still be read
+    tl.store(work.block_list + row * block_count + place - 1, block, mask=listed)
+    tl.store(work.listed + row, tl.max(place, 0))
+    tl.debug_barrier()
+    return tl.max(place, 0)
+
+
+@triton.jit
+def _listed(work, row, start, count, block_count, TILE: tl.constexpr):
+    """TILE of the row's listed blocks, and which of them exist."""
+    place = start + tl.arange(0, TILE)
+    blocks = tl.load(work.block_list + row * block_count + place, mask=place < count, other=block_count)
+    return blocks, place < count
+
+
+@triton.jit
+def _keep(
+    inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p,
     SIZE: tl.constexpr, STEP: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
-    """Truncate and draw among ``count`` candidates, at most SIZE, ids ascending: by comparing pairs, without a sort."""
+    """What truncation keeps of ``count`` candidates, at most SIZE, ids ascending: by comparing pairs, without a sort.
+
+    Returns:
+        for each candidate [SIZE] its id, value, weight, rank in the total order, the weight before it, and whether it is
+        kept.
+    """
     i = tl.arange(0, SIZE)
     ids = tl.load(candidates + i, mask=i < count, other=0)
     values = _load_at(inputs, row, changes, ids, i < count, EDITS)
@@ -486,6 +531,18 @@ def _pick(
     reference = tl.where(top_k < inputs.drawable, tl.sum(tl.where(kept, weights, 0.0), 0).to(tl.float64), total / UNIT)
     nucleus = tl.where(top_p < 1, top_p * reference, float("inf"))
     kept = kept & (before.to(tl.float64) < nucleus) & (weights.to(tl.float64) >= min_p)
+    return ids, values, weights, rank, before, kept
+
+
+@triton.jit
+def _pick(
+    inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, word,
+    SIZE: tl.constexpr, STEP: tl.constexpr, EDITS: tl.constexpr,
+):  # fmt: skip
+    """Draw among the candidates that are kept: by the inverse of their cumulative distribution in the total order."""
+    ids, _, weights, rank, before, kept = _keep(
+        inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, SIZE, STEP, EDITS
+    )
     # The largest kept token comes first and is always kept: the mass before a token grows with its rank.
     target = tl.sum(tl.where(kept, weights, 0.0), 0).to(tl.float64) * ((word.to(tl.float64) + 0.5) / 4294967296.0)
     drawn = tl.max(tl.where(kept & (before.to(tl.float64) <= target) & (weights > 0), rank, 0), 0)
@@ -493,23 +550,24 @@ def _pick(
 
 
 @triton.jit
-def _select(
+def _search(
     inputs, row, changes, peak, scale, total, top_k, top_p, min_p, word, block_count,
-    TILE: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
+    STAGES: tl.constexpr, TILE: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Truncate and draw over the whole row, for any number of candidates: three searches, two bits of the key a pass.
 
     Each finds the largest key such that the elements at or above it measure at least ``limit``: the k-th element, the
     last of the nucleus, and the drawn one. One program reads the row 26 times a search: exact for any input, and slow.
+    With two STAGES: the key of the last element that top-k and top-p keep, 0 if they keep all.
     """
     floor = tl.zeros([], tl.int64)
     found = tl.zeros([], tl.int64)
-    for stage in range(3):
+    for stage in range(STAGES):
         # One pass more, the first, measures the whole.
         limit = tl.zeros([], tl.int64)
         least = tl.where(stage < 2, 0.0, min_p)
-        found = tl.zeros([], tl.int64)
         if ((stage == 0) & (top_k < inputs.drawable)) | ((stage == 1) & (top_p < 1)) | (stage == 2):
+            found = tl.zeros([], tl.int64)
             for digit in range(-1, KEY_BITS // 2):
                 unit = tl.full([], 1, tl.int64) << (KEY_BITS - 2 - 2 * tl.maximum(digit, 0))
                 reach1 = tl.zeros([], tl.int64)
@@ -538,102 +596,349 @@ def _select(
                     reached = (reach1 >= limit).to(tl.int64) + (reach2 >= limit).to(tl.int64)
                     found += unit * (reached + (reach3 >= limit).to(tl.int64))
             floor = found
-    return LAST_ID - (found & LAST_ID)
+    return found
 
 
 @triton.jit
-def resolve(
-    inputs, work, tokens, block_count, TILE: tl.constexpr, DRAWS: tl.constexpr, EDITS: tl.constexpr,
-    MASKED: tl.constexpr, CHAINED: tl.constexpr,
+def _draw_kept(
+    inputs, work, row, slot, position, changes, bound, block_maxima, peak, scale, total, block_count,
+    BLOCKS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of the rows that ``choose`` left pending."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(inputs.slots + row)
-    position = tl.load(inputs.positions + row)
-    scale = _scale(inputs.settings, slot)
+    """Draw from what truncation keeps, all of which reaches the bound."""
     top_k = _setting(inputs.settings, slot, TOP_K)
     top_p = _real(inputs.settings, slot, TOP_P)
     min_p = _real(inputs.settings, slot, MIN_P)
+    _, _, words, _ = _words(inputs.settings, slot, position, tl.arange(0, 1))
+    word = tl.sum(words.to(tl.int64), 0)
+    candidates = work.candidates + row * CAPACITY
+    count = _gather(inputs, work, row, changes, bound, block_maxima, block_count, 32, BLOCKS, EDITS, MASKED)
+    token = tl.zeros([], tl.int64)
+    if count <= FEW:
+        token += _pick(
+            inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, word, FEW, FEW, EDITS
+        )
+    elif count <= CAPACITY:
+        token += _pick(
+            inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, word, CAPACITY, 32, EDITS
+        )
+    else:
+        token += _id(
+            _search(
+                inputs, row, changes, peak, scale, total, top_k, top_p, min_p, word, block_count, 3, 8, EDITS, MASKED
+            )
+        )
+    return token
+
+
+@triton.jit
+def draw(
+    inputs, work, tokens, statuses, block_count,
+    TILE: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
+    LOGPROBS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Tokens of the rows that ask for more than a plain draw, but for nuclei, whose draws are left in ``drafts``."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(inputs.slots + row)
+    position = tl.load(inputs.positions + row)
+    if CHAINED:
+        gdc_launch_dependents()
+    if _demands(inputs, row, slot, position, MASKED) == 0:
+        return
+    changes = _changes(inputs, row, slot, position, EDITS, MASKED)
+    scale = _scale(inputs.settings, slot)
+    needs = _setting(inputs.settings, slot, NEEDS)
+    if EDITS and CHAINED:
+        if changes[0] >= 0:
+            gdc_wait()
+    for start in range(tl.program_id(0) * TILE, block_count, tl.num_programs(0) * TILE):
+        blocks = start + tl.arange(0, TILE)
+        values = _load(inputs, row, changes, blocks, blocks < block_count, EDITS, MASKED, LOOK=True)
+        _measure(values, scale, work.maxima, work.sums, row, blocks, block_count)
+        if LOGPROBS:
+            if (needs & (ASKS_LOGPROBS | PROCESSED)) == ASKS_LOGPROBS:
+                raw = _load(inputs, row, changes, blocks, blocks < block_count, False, False)
+                _measure(raw, LOG2E, work.raw_maxima, work.raw_sums, row, blocks, block_count)
+    if _last(work.tickets, row, tl.num_programs(0)):
+        block_maxima, peak, units = _read_blocks(work.maxima, work.sums, row, scale, block_count, BLOCKS)
+        healthy = _report(statuses, row, peak)
+        token = tl.full([], -1, tl.int64)
+        pending = tl.zeros([], tl.int32)
+        top_k = _setting(inputs.settings, slot, TOP_K)
+        min_p = _real(inputs.settings, slot, MIN_P)
+        bound = tl.zeros([], tl.float32)
+        total = tl.zeros([], tl.int64)
+        if healthy & ((needs & TRUNCATED) != 0) & (top_k < inputs.drawable):
+            pending += 1
+            bound += LOWEST
+            if top_k <= block_count:
+                bound = _reached_by(block_maxima, peak, top_k)
+        elif healthy:
+            attempt = tl.arange(0, ATTEMPTS)
+            drawn, chosen, values, total = _attempts(
+                inputs, work.maxima, row, slot, position, changes, scale, block_maxima, peak, units, block_count,
+                ATTEMPTS, EDITS, MASKED,
+            )  # fmt: skip
+            draws = drawn * BLOCK + chosen
+            accepted = tl.zeros([], tl.int32)
+            if (needs & TRUNCATED) != 0:
+                within = tl.arange(0, BLOCK)[None, :]
+                draw_values = tl.sum(tl.where(within == chosen[:, None], values, 0.0), 1)
+                likely = tl.exp2((draw_values - peak) * scale).to(tl.float64) >= min_p
+                accepted = tl.min(tl.where(likely, attempt, ATTEMPTS), 0)
+                if (needs & NUCLEUS) != 0:
+                    accepted = tl.full([], ATTEMPTS, tl.int32)
+                    tl.store(work.totals + row, total)
+                    tl.store(work.peaks + row, peak)
+                    tl.store(work.drafts + row * ATTEMPTS + attempt, tl.where(likely, draws, -1))
+                    tl.store(work.draft_values + row * ATTEMPTS + attempt, draw_values)
+                    # The mass before the draw within its own block, where ids decide between equal values.
+                    value = draw_values[:, None]
+                    ahead = (values > value) | ((values == value) & (within < chosen[:, None]))
+                    shares = tl.where(ahead, tl.exp2((values - peak) * scale), 0.0)
+                    tl.store(work.masses + row * ATTEMPTS + attempt, _units(tl.sum(shares, 1)))
+                    _list_blocks(work, row, block_maxima >= tl.min(draw_values, 0), block_count, BLOCKS)
+                elif accepted == ATTEMPTS:
+                    pending += 1
+                    bound = tl.maximum(tl.max(draw_values, 0), _min_p_bound(peak, scale, min_p))
+            if accepted < ATTEMPTS:
+                token = tl.sum(tl.where(attempt == accepted, draws, 0), 0).to(tl.int64)
+        if pending > 0:
+            token = _draw_kept(
+                inputs, work, row, slot, position, changes, bound, block_maxima, peak, scale, total, block_count,
+                BLOCKS, EDITS, MASKED,
+            )  # fmt: skip
+        tl.store(tokens + row, token)
+
+
+@triton.jit
+def check(
+    inputs, work, tokens, statuses, block_count,
+    TILE: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Tokens of the rows with a nucleus: the first draw before which less than its share of the mass lies."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(inputs.slots + row)
+    position = tl.load(inputs.positions + row)
     changes = _changes(inputs, row, slot, position, EDITS, MASKED)
     if CHAINED:
         gdc_wait()
-    mode = tl.load(work.pending + row)
-    if mode == DONE:
+        gdc_launch_dependents()
+    if (_setting(inputs.settings, slot, NEEDS) & NUCLEUS) == 0:
         return
+    if tl.load(statuses + row) != OK:
+        return
+    scale = _scale(inputs.settings, slot)
     peak = tl.load(work.peaks + row)
-    total = tl.load(work.totals + row)
-    bound = tl.load(work.bounds + row)
-    blocks_left = tl.load(work.reaching + row)
-    token = tl.full([], -1, tl.int64)
-    if mode == CHECK:
-        attempt = tl.arange(0, DRAWS)
-        draft = tl.load(work.drafts + row * DRAWS + attempt)
-        mass = tl.load(work.masses + row * DRAWS + attempt)
-        inside = (draft >= 0) & (mass.to(tl.float64) < top_p * total.to(tl.float64))
-        accepted = tl.min(tl.where(inside, attempt, DRAWS), 0)
-        if accepted < DRAWS:
-            token = tl.sum(tl.where(attempt == accepted, draft, 0), 0).to(tl.int64)
-        else:
+    count = tl.load(work.listed + row)
+    for start in range(tl.program_id(0) * TILE, count, tl.num_programs(0) * TILE):
+        blocks, wanted = _listed(work, row, start, count, block_count, TILE)
+        values = _load(inputs, row, changes, blocks, wanted, EDITS, MASKED)
+        weights = tl.exp2((values - peak) * scale)
+        for i in tl.static_range(ATTEMPTS):
+            own = tl.load(work.drafts + row * ATTEMPTS + i) // BLOCK
+            value = tl.load(work.draft_values + row * ATTEMPTS + i)
+            # Equal values come first in the blocks before the draw's own one, which ``draw`` has weighed.
+            ahead = (values > value) | ((values == value) & (blocks < own)[:, None])
+            ahead = ahead & (blocks != own)[:, None]
+            # Rounded a block at a time: no tile size changes the sum.
+            mass = tl.sum(_units(tl.sum(tl.where(ahead, weights, 0.0), 1)), 0)
+            tl.atomic_add(work.masses + row * ATTEMPTS + i, mass, sem="relaxed")
+    if _last(work.tickets, row, tl.num_programs(0)):
+        attempt = tl.arange(0, ATTEMPTS)
+        drafts = tl.load(work.drafts + row * ATTEMPTS + attempt)
+        mass = tl.load(work.masses + row * ATTEMPTS + attempt)
+        total = tl.load(work.totals + row)
+        nucleus = _real(inputs.settings, slot, TOP_P) * total.to(tl.float64)
+        accepted = tl.min(tl.where((drafts >= 0) & (mass.to(tl.float64) < nucleus), attempt, ATTEMPTS), 0)
+        token = tl.sum(tl.where(attempt == accepted, drafts, 0), 0).to(tl.int64)
+        if accepted == ATTEMPTS:
             # All draws fell outside: what is left begins above the largest of them.
-            bound = tl.max(tl.load(work.draft_values + row * DRAWS + attempt), 0)
-            bound = tl.maximum(bound, _min_p_bound(peak, scale, min_p))
-    if token < 0:
-        _, _, words, _ = _words(inputs.settings, slot, position, tl.arange(0, 1))
-        word = tl.sum(words.to(tl.int64), 0)
+            bound = tl.max(tl.load(work.draft_values + row * ATTEMPTS + attempt), 0)
+            bound = tl.maximum(bound, _min_p_bound(peak, scale, _real(inputs.settings, slot, MIN_P)))
+            block_maxima, _, _ = _read_blocks(work.maxima, work.sums, row, scale, block_count, BLOCKS)
+            token = _draw_kept(
+                inputs, work, row, slot, position, changes, bound, block_maxima, peak, scale, total, block_count,
+                BLOCKS, EDITS, MASKED,
+            )  # fmt: skip
+        tl.store(tokens + row, token)
+
+
+@triton.jit
+def _logprob(values, peak, scale, log_total):
+    """Natural logarithms of probabilities; ``log_total`` is the binary one of the mass, relative to the peak's weight."""
+    return ((values - peak) * scale - log_total) / LOG2E
+
+
+@triton.jit
+def _show(out, row, width, at, ids, logprobs, larger, shown):
+    """Store alternatives [n] at their places ``at`` in the row's list."""
+    place = row * width + at
+    tl.store(out.top_ids + place, ids.to(tl.int64), mask=shown)
+    tl.store(out.top_logprobs + place, logprobs, mask=shown)
+    tl.store(out.top_ranks + place, larger.to(tl.int64) + 1, mask=shown)
+
+
+@triton.jit
+def _describe_kept(
+    inputs, out, row, width, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, wanted, narrowed,
+    SIZE: tl.constexpr, STEP: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Store the first ``wanted`` of the kept candidates; the logarithm of the mass, theirs alone where ``narrowed``."""
+    ids, values, weights, rank, _, kept = _keep(
+        inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, SIZE, STEP, EDITS
+    )
+    mass = tl.where(narrowed, tl.sum(tl.where(kept, weights, 0.0), 0), (total / UNIT).to(tl.float32))
+    log_total = tl.log2(mass)
+    larger = tl.zeros([SIZE], tl.int32)
+    for start in range(0, count, STEP):
+        j = start + tl.arange(0, STEP)
+        other_ids = tl.load(candidates + j, mask=j < count, other=0)
+        others = _load_at(inputs, row, changes, other_ids, j < count, EDITS)
+        larger += tl.sum((others[:, None] > values[None, :]).to(tl.int32), 0)
+    kept = kept & (rank < wanted)
+    _show(out, row, width, rank, ids, _logprob(values, peak, scale, log_total), larger, kept)
+    listed = tl.sum(kept.to(tl.int32), 0)
+    if listed < wanted:
+        # Not so many can be drawn: the list goes on with the smallest other ids.
+        last = tl.min(tl.where(kept, _key(values, ids), ABOVE), 0)
+        blocks = tl.arange(0, CAPACITY // BLOCK)
+        others = _load(inputs, row, changes, blocks, blocks >= 0, EDITS, MASKED)
+        other_ids = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        free = (other_ids < inputs.drawable) & ((others == -float("inf")) | (_key(others, other_ids) < last))
+        free = tl.reshape(free, [CAPACITY])
+        place = listed + tl.cumsum(free.to(tl.int32), 0) - 1
+        no_logprobs = tl.full([CAPACITY], -float("inf"), tl.float32)
+        same = tl.zeros([CAPACITY], tl.int32) + listed
+        _show(out, row, width, place, tl.reshape(other_ids, [CAPACITY]), no_logprobs, same, free & (place < wanted))
+    return log_total
+
+
+@triton.jit
+def _describe_any(
+    inputs, out, row, width, changes, peak, scale, total, top_k, top_p, min_p, wanted, narrowed, block_count,
+    TILE: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The same for any number of candidates: one program reads the row once for each alternative."""
+    floor = tl.zeros([], tl.int64)
+    if narrowed:
+        word = tl.zeros([], tl.int64)
+        floor = _search(
+            inputs, row, changes, peak, scale, total, top_k, top_p, min_p, word, block_count, 2, TILE, EDITS, MASKED
+        )
+    log_total = tl.zeros([], tl.float32)
+    last = tl.full([], ABOVE, tl.int64)
+    value = tl.full([], float("nan"), tl.float32)
+    larger = tl.zeros([], tl.int64)
+    for number in range(-1, wanted):
+        mass = tl.zeros([], tl.int64)
+        best = tl.zeros([], tl.int64)
+        for start in range(0, block_count, TILE):
+            blocks = start + tl.arange(0, TILE)
+            values = _load(inputs, row, changes, blocks, blocks < block_count, EDITS, MASKED)
+            ids = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            weights = tl.exp2((values - peak) * scale)
+            kept = (_key(values, ids) >= floor) & (weights.to(tl.float64) >= min_p)
+            mass += tl.sum(tl.sum(tl.where(kept, _units(weights), 0), 1), 0)
+            keys = _key(tl.where(kept, values, -float("inf")), ids)
+            keys = tl.where((ids < inputs.drawable) & (keys < last), keys, 0)
+            best = tl.maximum(best, tl.max(tl.max(keys, 1), 0))
+        if number < 0:
+            log_total = tl.log2((mass / UNIT).to(tl.float32))
+        else:
+            bits = ((best >> ID_BITS) - 2147483648).to(tl.int32)
+            found = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            larger = tl.where(found == value, larger, number)
+            tl.store(out.top_ids + row * width + number, _id(best))
+            tl.store(out.top_logprobs + row * width + number, _logprob(found, peak, scale, log_total))
+            tl.store(out.top_ranks + row * width + number, larger + 1)
+            value = found
+            last = best
+    return log_total
+
+
+@triton.jit
+def describe(
+    inputs, work, out, tokens, width, block_count,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Log probabilities of the rows that ask for them and have a token."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(inputs.slots + row)
+    position = tl.load(inputs.positions + row)
+    needs = _setting(inputs.settings, slot, NEEDS)
+    processed = (needs & PROCESSED) != 0
+    edit_row, mask_row, limited = _changes(inputs, row, slot, position, EDITS, MASKED)
+    if CHAINED:
+        gdc_wait()
+    token = tl.load(tokens + row)
+    place = tl.arange(0, WIDTH)
+    tl.store(out.token_logprobs + row, float("nan"))
+    tl.store(out.ranks + row, tl.zeros([], tl.int64))
+    tl.store(out.top_ids + row * width + place, tl.full([WIDTH], -1, tl.int64), mask=place < width)
+    tl.store(out.top_logprobs + row * width + place, tl.full([WIDTH], -float("inf"), tl.float32), mask=place < width)
+    tl.store(out.top_ranks + row * width + place, tl.zeros([WIDTH], tl.int64), mask=place < width)
+    if ((needs & ASKS_LOGPROBS) == 0) | (token < 0):
+        return
+    tl.debug_barrier()
+    top_k = inputs.drawable.to(tl.int64)
+    top_p = tl.full([], 1.0, tl.float64)
+    min_p = tl.zeros([], tl.float64)
+    scale = tl.full([], LOG2E, tl.float32)
+    maxima, sums = work.raw_maxima, work.raw_sums
+    narrowed = processed & ((needs & TRUNCATED) != 0)
+    if processed:
+        maxima, sums = work.maxima, work.sums
+        scale = _scale(inputs.settings, slot)
+        top_k = _setting(inputs.settings, slot, TOP_K)
+        top_p = _real(inputs.settings, slot, TOP_P)
+        min_p = _real(inputs.settings, slot, MIN_P)
+    else:
+        edit_row = tl.full([], -1, tl.int64)
+        mask_row = tl.full([], -1, tl.int64)
+        limited = tl.zeros([], tl.int64)
+    changes = (edit_row, mask_row, limited)
+    block_maxima, peak, units = _read_blocks(maxima, sums, row, scale, block_count, BLOCKS)
+    total = tl.sum(units, 0)
+    wanted = tl.minimum(_setting(inputs.settings, slot, ALTERNATIVES), inputs.drawable)
+    log_total = tl.log2((total / UNIT).to(tl.float32))
+    first = tl.where(narrowed, top_k, wanted)
+    if first > 0:
+        bound = tl.full([], LOWEST, tl.float32)
+        if narrowed & (top_k == inputs.drawable):
+            # What lies below can't hold all that top-p leaves out, even if everything did.
+            rest = ((1.0 - top_p) * (total / UNIT) / inputs.drawable).to(tl.float32)
+            nucleus = peak + (tl.log2(rest) - 0.01) / scale - tl.abs(peak) * 1e-6
+            bound = tl.maximum(bound, tl.maximum(nucleus, _min_p_bound(peak, scale, min_p)))
+        elif first <= block_count:
+            bound = _reached_by(block_maxima, peak, first)
+        count = _gather(inputs, work, row, changes, bound, block_maxima, block_count, 32, BLOCKS, EDITS, MASKED)
         candidates = work.candidates + row * CAPACITY
-        count = tl.zeros([], tl.int32)
-        if mode == SELECT:
-            count += CAPACITY + 1
-            blocks_left = 0
-        for start in range(0, blocks_left, TILE):
-            place = start + tl.arange(0, TILE)
-            blocks = tl.load(
-                work.reaching_blocks + row * block_count + place, mask=place < blocks_left, other=block_count
-            )
-            values = _load(inputs, row, changes, blocks, place < blocks_left, EDITS, MASKED)
-            # The kept ones as bits, 32 ids a word: few are set, so the loop over a word's bits is short.
-            kept = tl.reshape((values >= bound).to(tl.int32), [TILE, WORDS, 32])
-            rest = tl.sum(kept << tl.arange(0, 32)[None, None, :], 2)
-            in_word = _popcount(rest)
-            in_block = tl.sum(in_word, 1)
-            at = (count + tl.cumsum(in_block, 0) - in_block)[:, None] + tl.cumsum(in_word, 1) - in_word
-            first = blocks[:, None] * BLOCK + tl.arange(0, WORDS)[None, :] * 32
-            count += tl.sum(in_block, 0)
-            if count <= CAPACITY:
-                for i in range(tl.max(tl.max(in_word, 1), 0)):
-                    lowest = rest & -rest
-                    tl.store(candidates + at + i, first + _popcount(lowest - 1), mask=rest != 0)
-                    rest = rest ^ lowest
-        tl.debug_barrier()
-        token = tl.zeros([], tl.int64)
         if count <= FEW:
-            token += _pick(
-                inputs,
-                row,
-                changes,
-                candidates,
-                count,
-                peak,
-                scale,
-                total,
-                top_k,
-                top_p,
-                min_p,
-                word,
-                FEW,
-                FEW,
-                EDITS,
-            )
+            log_total = _describe_kept(
+                inputs, out, row, width, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, wanted,
+                narrowed, FEW, FEW, EDITS, MASKED,
+            )  # fmt: skip
         elif count <= CAPACITY:
-            token += _pick(
-                inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, word, CAPACITY, 32,
-                EDITS,
+            log_total = _describe_kept(
+                inputs, out, row, width, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, wanted,
+                narrowed, CAPACITY, 32, EDITS, MASKED,
             )  # fmt: skip
         else:
-            token += _select(
-                inputs, row, changes, peak, scale, total, top_k, top_p, min_p, word, block_count, 8, EDITS, MASKED
-            )
-    tl.store(tokens + row, token)
+            log_total = _describe_any(
+                inputs, out, row, width, changes, peak, scale, total, top_k, top_p, min_p, wanted, narrowed,
+                block_count, 8, EDITS, MASKED,
+            )  # fmt: skip
+    tokens_here = tl.zeros([1], tl.int64) + token
+    value = tl.sum(_load_at(inputs, row, changes, tokens_here, tokens_here >= 0, EDITS), 0)
+    tl.store(out.token_logprobs + row, _logprob(value, peak, scale, log_total))
+    larger = tl.full([], 1, tl.int64)
+    blocks_left = _list_blocks(work, row, block_maxima > value, block_count, BLOCKS)
+    for start in range(0, blocks_left, 8):
+        blocks, here = _listed(work, row, start, blocks_left, block_count, 8)
+        values = _load(inputs, row, changes, blocks, here, EDITS, MASKED)
+        larger += tl.sum(tl.sum((values > value).to(tl.int32), 1), 0)
+    tl.store(out.ranks + row, larger)
 
 
 @triton.jit

@@ -136,19 +136,13 @@ class Sampler:
         return Samples(found[0].to(logits.device), found[1].to(logits.device), logprobs)
 
     def _sample_fused(self, fused: Any, logits: Tensor, rows: SampleRows) -> Samples:
-        """The same by Triton's kernels. Log probabilities still come from torch, which waits for the device."""
+        """The same by Triton's kernels, which do not wait for the device."""
         if logits.dtype == torch.float64:
             logits = logits.float()
-        tokens, status = fused.sample(logits, rows.slots, rows.positions, rows.masks, rows.mask_rows)
-        if not self.state.asked(LOGPROBS):
+        tokens, status, described = fused.sample(logits, rows.slots, rows.positions, rows.masks, rows.mask_rows)
+        if described is None:
             return Samples(tokens, status, None)
-        settings = [self.state.settings[slot] for slot in rows.slots.tolist()]
-        processed = {
-            row: _left(self._edit(logits[row : row + 1], rows, slice(row, row + 1))[0].cpu(), asked)
-            for row, asked in enumerate(settings)
-            if asked.needs & PROCESSED
-        }
-        return Samples(tokens, status, self._describe(logits, settings, tokens.tolist(), status.tolist(), processed))
+        return Samples(tokens, status, Logprobs(torch.arange(len(tokens), device=tokens.device), *described))
 
     def _describe(
         self,

@@ -229,6 +229,7 @@ class SamplingState:
                     tables.TOP_K: top_k,
                     tables.PROMPT_LENGTH: len(prompt_ids),
                     tables.MIN_TOKENS: params.min_tokens,
+                    tables.ALTERNATIVES: params.logprobs or 0,
                     **columns,
                 },
                 {
