@@ -1,4 +1,4 @@
-"""``freewheel bench sampler``: what it measures, and that torch's ways draw from the same distribution."""
+"""``freewheel bench sampler``: what it measures, and that other ways draw from the same distribution."""
 
 import json
 from pathlib import Path
@@ -6,52 +6,178 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-from freewheel.bench.sampler import CASES, EVERYTHING, ONE, SamplerResult, freewheel_draw, plot, torch_draw
+from freewheel.bench.draws import CASES, EVERYTHING, ONE, SYSTEMS, freewheel_draw, torch_draw, transformers_draw
+from freewheel.bench.logits import PROMPTS, random_logits, read_recording, record, recorded_logits
+from freewheel.bench.sampler import SamplerResult, Timing, measure_softmax, plot, print_softmax
+from freewheel.bench.timing import host_time, timed
 from freewheel.cli import main
+
+SMALL = ["--vocab", "300", "--batch", "1,3", "--dtype", "bfloat16", "--rounds", "1"]
 
 
 def test_every_case_is_measured_beside_the_floor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
-    arguments = ["--vocab", "300", "--batch", "1,3", "--dtype", "bfloat16", "--rounds", "1", "--json", str(report)]
-    assert main(["bench", "sampler", *arguments]) == 0
+    assert main(["bench", "sampler", *SMALL, "--json", str(report)]) == 0
     results = json.loads(report.read_text())["results"]
     assert [(result["batch"], result["case"]) for result in results] == [
         *((1, case) for case in CASES if case != ONE),
         *((3, case) for case in CASES),
     ]
     for result in results:
-        assert min(result["floor"], result["torch"], result["freewheel"]) > 0
-        assert (result["gumbel"] is not None) == (result["case"] == "temperature")
+        everywhere = {"torch", "transformers", "freewheel"}
+        assert result["systems"].keys() == everywhere | ({"gumbel"} if result["case"] == "temperature" else set())
+        assert min(result["floor"], *(timing["seconds"] for timing in result["systems"].values())) > 0
     printed = capsys.readouterr().out
     assert printed.index("bandwidth") < printed.index("floor") < printed.index("greedy")
+    assert "skipped    flashinfer" in printed
 
 
-@pytest.mark.parametrize("bad", [["--batch", "0"], ["--batch", "x"], ["--vocab", "10"], ["--rounds", "0"]])
+def test_only_the_named_systems_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "sampler", *SMALL, "--systems", "freewheel"]) == 0
+    printed = capsys.readouterr().out
+    assert "freewheel" in printed
+    assert "gumbel" not in printed
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--batch", "0"],
+        ["--batch", "x"],
+        ["--vocab", "10"],
+        ["--rounds", "0"],
+        ["--systems", "torch,other"],
+        ["--systems", "flashinfer"],
+        ["--device", "xpu"],
+        ["--softmax"],
+        ["--logits", "missing.safetensors"],
+        ["--vocab", "300", "--logits", "missing.safetensors"],
+        ["--positions", "0", "--record", "new.safetensors"],
+        ["--record", "missing/new.safetensors"],
+    ],
+)
 def test_bad_options_are_refused(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "sampler", *bad]) == 2
-    assert bad[0].removeprefix("--") in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"freewheel: error: {bad[0].removeprefix('--')}")
+
+
+def test_a_model_s_logits_are_recorded_and_measured(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, positions = tmp_path / "logits.safetensors", len(PROMPTS) + 3
+    options = ["--model", str(tiny_model), "--positions", str(positions)]
+    assert main(["bench", "sampler", "--record", str(path), *options]) == 0
+    recording = read_recording(path)
+    assert recording.model == str(tiny_model)
+    assert recording.rows.shape == (positions, 261)
+    assert recording.rows.dtype == torch.bfloat16
+    assert recording.rows.isfinite().all()
+    assert len(recording.rows.unique(dim=0)) == positions
+    with safe_open(path, framework="pt") as file:
+        for text, prompt in zip(json.loads(file.metadata()["texts"]), PROMPTS, strict=True):
+            assert f"user\n{prompt}<|end|>" in text
+    capsys.readouterr()
+    assert main(["bench", "sampler", "--logits", str(path), "--batch", "2", "--rounds", "1", "--systems", "torch"]) == 0
+    assert f"bfloat16, {positions} recorded rows of {tiny_model}, repeated" in capsys.readouterr().out
+
+
+def test_recorded_logits_are_those_of_the_model(tmp_path: Path, tiny_model: Path) -> None:
+    from freewheel.bench.divergence import logits_of
+    from freewheel.models.load import load
+
+    record(tmp_path / "logits.safetensors", str(tiny_model), 2 * len(PROMPTS))
+    rows = read_recording(tmp_path / "logits.safetensors").rows.float()
+    model = load(tiny_model)
+    prompts = [model.tokenizer.encode_chat([{"role": "user", "content": text}])[0] for text in PROMPTS]
+    expected = [logits_of(model.decoder, prompt)[-1] for prompt in prompts]
+    torch.testing.assert_close(rows[: len(PROMPTS)], torch.stack(expected), rtol=2**-8, atol=1e-4)
+
+
+def test_more_positions_than_the_context_are_refused(tmp_path: Path, tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match="positions must be at most"):
+        record(tmp_path / "logits.safetensors", str(tiny_model), 10_000)
+
+
+def test_recorded_rows_repeat_and_buffers_begin_at_different_ones() -> None:
+    rows = torch.arange(6.0)[:, None].expand(6, 300).contiguous()
+    logits = recorded_logits(rows, 8, "bfloat16", "cpu")
+    assert logits.dtype == torch.bfloat16
+    starts = [0, 1, 3, 4]
+    assert logits[:, :, 0].tolist() == [[(start + row) % 6 for row in range(8)] for start in starts]
+
+
+def test_a_file_without_logits_is_refused(tmp_path: Path) -> None:
+    for rows in (torch.zeros(0, 300), torch.zeros(300), torch.zeros(2, 10), torch.zeros(2, 300, dtype=torch.int64)):
+        save_file({"logits": rows}, tmp_path / "file")
+        with pytest.raises(ValueError, match="logits"):
+            read_recording(tmp_path / "file")
 
 
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
-def test_torch_draws_as_often_what_freewheel_draws(fields: dict[str, Any]) -> None:
+def test_others_draw_as_often_what_freewheel_draws(fields: dict[str, Any]) -> None:
     logits = torch.randn(300, generator=torch.Generator().manual_seed(0)) * 3
     rows = logits.expand(2000, -1)
+
+    def shares(tokens: torch.Tensor) -> torch.Tensor:
+        return torch.bincount(tokens.flatten(), minlength=300) / len(rows)
+
     torch.manual_seed(0)
-    ours = freewheel_draw([fields] * len(rows), rows)(rows)
-    theirs = torch_draw(fields, rows)(rows)
-    shares = [torch.bincount(tokens.flatten(), minlength=300) / len(rows) for tokens in (ours, theirs)]
-    assert (shares[0] - shares[1]).abs().max() < 0.05
+    ours = shares(freewheel_draw([fields] * len(rows), rows)(rows))
+    theirs = shares(torch_draw([fields], rows)(rows))
+    assert (ours - theirs).abs().max() < 0.05
     if fields is EVERYTHING:
-        plain = torch_draw({"temperature": 0.8}, rows)(rows)
-        assert (torch.bincount(plain.flatten(), minlength=300) / len(rows) - shares[0]).abs().max() > 0.05
+        plain = shares(torch_draw([{"temperature": 0.8}], rows)(rows))
+        assert (plain - ours).abs().max() > 0.05
+        theirs = shares(torch_draw([{**fields, "frequency_penalty": 0.0, "presence_penalty": 0.0}], rows)(rows))
+    assert (shares(transformers_draw([fields], rows)(rows)) - theirs).abs().max() < 0.05
+
+
+def test_softmax_is_measured_in_one_pass_and_in_two(capsys: pytest.CaptureFixture[str]) -> None:
+    def source(vocab: int, batch: int) -> torch.Tensor:
+        return random_logits(batch, vocab, "float32", "cuda" if torch.cuda.is_available() else "cpu")
+
+    [result] = print_softmax(measure_softmax([(300, 1)], source, 1, 1e9))
+    assert min(result.floor, result.torch, result.one_pass, result.two_pass) > 0
+    assert "two passes" in capsys.readouterr().out
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    timings = {name: Timing(1e-3, captured=True, host=None) for name in SYSTEMS}
     results = [
-        SamplerResult(case=case, vocab=1000, batch=batch, floor=1e-6, torch=1e-3, gumbel=None, freewheel=1e-4)
+        SamplerResult(case=case, vocab=vocab, batch=batch, floor=1e-6, systems=timings)
         for case in CASES
+        for vocab in (1000, 2000)
         for batch in (1, 8)
     ]
-    plot(results, tmp_path / "plot.png")
+    plot(results, "title", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_host_time_and_launches_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    options = ["--device", "cuda", "--vocab", "50000", "--batch", "3", "--rounds", "1", "--json", str(path)]
+    assert main(["bench", "sampler", *options]) == 0
+    report = json.loads(path.read_text())
+    for result in report["results"]:
+        for timing in result["systems"].values():
+            assert timing["host"] > 0
+        assert result["systems"]["freewheel"]["captured"]
+        launches = report["launches"][result["case"]]
+        assert launches.keys() == result["systems"].keys()
+        assert min(launches.values()) >= 1
+    assert "kernels of a call" in capsys.readouterr().out
+    assert main(["bench", "sampler", *options, "--dtype", "bfloat16", "--softmax"]) == 0
+
+
+@pytest.mark.gpu
+def test_a_draw_that_waits_for_the_device_is_timed_without_a_graph() -> None:
+    logits = torch.randn(4, 2, 300, device="cuda")
+    measure, captured = timed(lambda logits: logits.amax().item(), logits)
+    assert not captured
+    assert measure() > 0
+    assert host_time(lambda logits: logits.softmax(-1).multinomial(1), logits) > 0  # torch's generator still works
+    assert timed(lambda logits: logits.softmax(-1).multinomial(1), logits)[1]

@@ -12,16 +12,17 @@ if TYPE_CHECKING:
     from freewheel.engine.runner import Decoder
     from freewheel.ops.rows import RowBatch
 
-PROMPTS = (
-    "The ferry was late again, and the old man on the pier had stopped looking at his watch.",
-    "Glass is made by heating sand until it melts. Once it has cooled,",
-    "def merge(left: list[int], right: list[int]) -> list[int]:\n    ",
-    "SELECT customers.name, count(*) AS orders\nFROM customers\n",
-    "User: My bicycle squeaks when it rains. What can I do?\nAssistant:",
-    "Anna: Are you coming on Saturday?\nBen: I'm not sure yet.\nAnna:",
-    "Shopping list:\n- 1 kg of potatoes\n- a dozen eggs\n-",
-    "The largest cities of Europe:\n1. Istanbul\n2. Moscow\n3.",
-)
+# What a model with a chat template is asked, and what one without continues.
+PROMPTS = {
+    "Tell me a story about a man who waits for a ferry.": "The ferry was late again, and the old man on the pier had",
+    "How is glass made?": "Glass is made by heating sand until it melts. Once it has cooled,",
+    "Write a Python function that merges sorted lists.": "def merge(left: list[int], right: list[int]) -> list[int]:",
+    "Count each customer's orders in SQL.": "SELECT customers.name, count(*) AS orders\nFROM customers\n",
+    "My bicycle squeaks when it rains. What can I do?": "Customer: My bicycle squeaks when it rains.\nMechanic:",
+    "Hi! Are you free on Saturday?": "Anna: Are you coming on Saturday?\nBen: I'm not sure yet.\nAnna:",
+    "Write a shopping list for a picnic.": "Shopping list:\n- 1 kg of potatoes\n- a dozen eggs\n-",
+    "List the ten largest cities of Europe.": "The largest cities of Europe:\n1. Istanbul\n2. Moscow\n3.",
+}
 TEMPERATURE = 1.0
 MIN_VOCAB = 256  # the cases name ids up to here
 CACHE_BYTES = 60 << 20  # the largest cache of a GPU
@@ -48,13 +49,13 @@ class _Listener:
 
 
 def record(path: Path, name: str, positions: int) -> list[str]:
-    """Let a model continue ``PROMPTS``, all at once, and write the logits that it draws from, before any change.
+    """Let a model answer or continue ``PROMPTS``, all at once, and write the logits from which it draws, unchanged.
 
     The file is safetensors: "logits" as in :class:`Recording`, and in its metadata the model, the temperature, and the
-    prompts and their continuations as JSON. End-of-sequence ids are held back, so that the text goes on.
+    texts, prompts included, as a JSON list. End-of-sequence ids are held back, so that the text goes on.
 
     Returns:
-        The continuations.
+        The texts.
 
     Raises:
         ValueError: the folder does not exist, or the positions exceed the model's context.
@@ -73,20 +74,26 @@ def record(path: Path, name: str, positions: int) -> list[str]:
     from freewheel.sampling import Sampler, SamplingParams, SamplingState
 
     model = load(name)
-    prompts, steps = [model.tokenizer.encode(text) for text in PROMPTS], -(-positions // len(PROMPTS))
+    tokenizer, steps = model.tokenizer, -(-positions // len(PROMPTS))
+    prompts = [
+        tokenizer.encode_chat([{"role": "user", "content": request}])[0]
+        if tokenizer.chat_template
+        else tokenizer.encode(text)
+        for request, text in PROMPTS.items()
+    ]
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths) + steps
     if longest > model.spec.max_positions:
         most = (model.spec.max_positions - max(lengths)) * len(PROMPTS)
         raise ValueError(f"positions must be at most {most} for this model, not {positions}")
-    state = SamplingState(len(prompts), model.spec.vocab_size, longest, valid_vocab_size=model.tokenizer.vocab_size)
+    state = SamplingState(len(prompts), model.spec.vocab_size, longest, valid_vocab_size=tokenizer.vocab_size)
     params = SamplingParams(temperature=TEMPERATURE, min_tokens=steps, max_tokens=steps)
     storage = torch.zeros(
         model.spec.num_layers, *kv_cache_shape(model.spec, len(prompts), longest), dtype=model.decoder.dtype
     )
     pool, listener = KVPool(storage, slots=len(prompts)), _Listener(model.decoder)
     for slot, prompt in enumerate(prompts):
-        state.join(slot, params, prompt, seed=slot, end_ids=model.tokenizer.eos_token_ids)
+        state.join(slot, params, prompt, seed=slot, end_ids=tokenizer.eos_token_ids)
         pool.set_pages(slot, 0, [slot])
     runner, rows = Runner(listener, pool, Sampler(state)), []
     spans = [Span(slot, 0, length, sample=True) for slot, length in enumerate(lengths)]
@@ -98,11 +105,10 @@ def record(path: Path, name: str, positions: int) -> list[str]:
             spans = [Span(slot, length + step, 1, sample=True) for slot, length in enumerate(lengths)]
             bar.update(min(len(prompts), positions - bar.n))
     texts = [
-        model.tokenizer.decode(state.history[slot, length : length + steps].tolist())
+        tokenizer.decode(state.history[slot, : length + steps].tolist(), skip_special_tokens=False)
         for slot, length in enumerate(lengths)
     ]
-    metadata = {"model": name, "temperature": str(TEMPERATURE)}
-    metadata |= {"prompts": json.dumps(PROMPTS), "continuations": json.dumps(texts)}
+    metadata = {"model": name, "temperature": str(TEMPERATURE), "texts": json.dumps(texts)}
     save_file({"logits": torch.cat(rows)[:positions].contiguous()}, path, metadata)
     return texts
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from freewheel.bench import machine
 from freewheel.bench.draws import CASES, SYSTEMS, TEMPERATURE, Maker, usable_systems, workloads
-from freewheel.bench.logits import MIN_VOCAB, PROMPTS, random_logits, read_recording, record, recorded_logits
+from freewheel.bench.logits import MIN_VOCAB, random_logits, read_recording, record, recorded_logits
 from freewheel.bench.timing import CALLS, bandwidth, count_launches, device_name, host_time, median_times
 
 if TYPE_CHECKING:
@@ -127,10 +127,12 @@ def plot(results: Sequence[SamplerResult], title: str, path: Path) -> None:
         panel.set_xticks(batches, [str(batch) for batch in batches])
         panel.set_xticks([], minor=True)
         panel.grid(alpha=0.3)
-    figure.supxlabel("batch")
-    figure.supylabel("µs a call")
-    figure.suptitle(title)
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=6)
+    for panel in panels[-1]:
+        panel.set_xlabel("batch")
+    for panel in panels[:, 0]:
+        panel.set_ylabel("µs a call")
+    figure.suptitle(title if len(vocabs) > 1 else f"{title}, vocabulary {vocabs[0]:,}")
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=120)
 
 
@@ -170,7 +172,7 @@ def run(args: argparse.Namespace) -> None:
     if recording:
         vocabs = [recording.rows.shape[1]]
         dtype = args.dtype or str(recording.rows.dtype).removeprefix("torch.")
-        origin = f"{len(recording.rows)} recorded rows of {recording.model}, repeated; buffers begin at different rows"
+        origin = f"{len(recording.rows)} recorded rows of {recording.model}, repeated, buffers begin at different rows"
     else:
         vocabs = _numbers("vocab", args.vocab or (SOFTMAX_VOCABS if args.softmax else VOCABS), MIN_VOCAB)
         dtype, origin = args.dtype or "float32", "random"
@@ -195,7 +197,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         results = print_results(measure(systems, sizes, source, args.rounds, bytes_per_s), systems)
         if args.plot:
-            plot(results, f"{dtype} logits, {origin}\n{device}", args.plot)
+            plot(results, f"{device}, {dtype} logits, {origin}", args.plot)
         if args.device != "cpu":
             report["launches"] = print_launches(systems, source(*sizes[-1])[0])
     if args.json:
@@ -207,8 +209,8 @@ def run_record(args: argparse.Namespace) -> None:
     """Record, and print what the model wrote."""
     if args.positions < 1:
         raise ValueError("positions must be at least 1")
-    for prompt, text in zip(PROMPTS, record(args.record, args.model, args.positions)):
-        print(f"{prompt!r} ...{text!r}")
+    for text in record(args.record, args.model, args.positions):
+        print(repr(text))
     print(f"{args.record}: {args.record.stat().st_size / 1e6:.1f} MB")
 
 

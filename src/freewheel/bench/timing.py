@@ -58,8 +58,8 @@ def captured(call: Call, buffers: "Tensor") -> Any:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
-            call(buffers[0])
+        for logits in buffers[:8]:  # a kernel may be compiled for each alignment
+            call(logits)
         torch.cuda.set_sync_debug_mode("error")  # a capture that fails would leave torch's generator unusable
         try:
             call(buffers[0])
