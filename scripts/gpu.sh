@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # Runs the named parts on a machine with a CUDA device, with the python3 that has torch and Triton there:
 #   tests      every test with the marker gpu, and the kernels' tests at full speed
-#   sampler    freewheel bench sampler
-# Logs and JSON go to $OUT (default: gpu-results); a short table comes last. Wheels in .whl/ fill what python3 lacks.
+#   sampler    freewheel bench sampler on random logits, with a plot
+#   real       the same on the recorded logits in .logits/ (freewheel bench sampler --record), beside torch alone
+#   softmax    softmax in one pass and in two
+# Logs, JSON and plots go to $OUT (default: gpu-results); a short table comes last. Wheels in .whl/ fill what python3
+# lacks.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-gpu-results}
@@ -15,6 +18,10 @@ else
 fi
 
 failed=0
+bench() { # NAME OPTION...
+    local command="python3 -m freewheel bench sampler --device cuda --dtype bfloat16"
+    $command --json "$OUT/$1.json" "${@:2}" >"$OUT/$1.log" 2>&1 || failed=1
+}
 for part in "${@:-tests}"; do
     case $part in
     tests)
@@ -22,8 +29,16 @@ for part in "${@:-tests}"; do
         python3 -m pytest -q --tb=short -p no:cacheprovider tests/sampling/test_fused.py >"$OUT/fused.log" 2>&1 || failed=1
         ;;
     sampler)
-        python3 -m freewheel bench sampler --device cuda --dtype bfloat16 --vocab 151936 --batch 1,32,128,256 \
-            --json "$OUT/sampler.json" >"$OUT/sampler.log" 2>&1 || failed=1
+        bench sampler --vocab 151936 --batch 1,32,128,256 --plot "$OUT/sampler.png"
+        ;;
+    real)
+        for file in .logits/*.safetensors; do
+            name=real-$(basename "$file" .safetensors)
+            bench "$name" --logits "$file" --batch 1,32,128,256 --systems torch,freewheel
+        done
+        ;;
+    softmax)
+        bench softmax --softmax
         ;;
     *)
         echo "unknown part: $part" >&2
@@ -33,6 +48,6 @@ for part in "${@:-tests}"; do
 done
 for log in "$OUT"/*.log; do
     echo "== $(basename "$log")"
-    tail -n 30 "$log"
+    tail -n 40 "$log"
 done
 exit $failed
