@@ -24,10 +24,20 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 # Refused, unless None or this.
-_NEUTRAL = {"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0.0, "use_mtp": False} | dict.fromkeys(
-    ("constraints", "force_words_ids", "dola_layers", "prompt_lookup_num_tokens", "assistant_early_exit")
-)
-_NEUTRAL |= dict.fromkeys(("output_scores", "output_attentions", "output_hidden_states"), False)
+_NEUTRAL = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "constraints": None,
+    "force_words_ids": None,
+    "penalty_alpha": 0.0,
+    "dola_layers": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "use_mtp": False,
+    "output_scores": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+}
 
 # Refused: what would come between the sampler's truncation and its draw.
 _FOREIGN = {
@@ -39,9 +49,18 @@ _FOREIGN = {
     "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
 }
 
-# The sampler's order. That it bans before all else makes no difference: -inf stays, whatever bias and penalty it gets.
-_ORDER = {"logit_bias": 0, "repetition_penalty": 1, "banned": 2, "held_back": 2}
-_ORDER |= {"temperature": 3, "top_k": 4, "top_p": 5, "min_p": 6, "nothing": 7}
+# The sampler's order, but that it bans first of all, which is the same: -inf stays, whatever bias and penalty it gets.
+_ORDER = {
+    "logit_bias": 0,
+    "repetition_penalty": 1,
+    "banned": 2,
+    "held_back": 2,
+    "temperature": 3,
+    "top_k": 4,
+    "top_p": 5,
+    "min_p": 6,
+    "nothing": 7,
+}
 
 
 def sample(
@@ -58,22 +77,22 @@ def sample(
     """Decode, greedily or by sampling, as ``custom_generate`` of ``model.generate``.
 
     Temperature, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``bad_words_ids``, ``suppress_tokens``,
-    ``min_length``, ``min_new_tokens`` and a ``sequence_bias`` of single tokens are left to Freewheel's sampler. It knows
-    them by the processors that ``generate`` made of them. Any other processor (one of the user's, or that of
-    ``no_repeat_ngram_size``...) is applied to a float32 copy of the logits, together with those before it: each once,
-    in the order of transformers. Without such a one, the sampler reads the logits in the model's own type.
+    ``min_length``, ``min_new_tokens`` and a ``sequence_bias`` of single tokens are Freewheel's to apply. They are known
+    by the processors that ``generate`` made of them. Any other processor (one of the user's, or that of
+    ``no_repeat_ngram_size``...) gets a float32 copy of the logits, together with the processors before it: each is
+    applied once, in the order of transformers. Otherwise the sampler reads the logits in the model's own type.
 
     Tokens have the distribution that transformers gives them, but for rounding and:
 
-    - Where logits are equal, top-k keeps exactly k and prefers small ids, and so does top-p (transformers keeps all that
-      equal the k-th, and leaves open which of equals top-p keeps).
-    - Padding, where ``attention_mask`` is 0, is no part of a prompt: a row's tokens do not depend on how long others
-      are. (The repetition penalty of transformers sees the padding's id. ``min_length`` and ``max_length`` count padding
-      there and here; ``min_new_tokens`` and ``max_new_tokens`` do not.)
-    - Logits with NaN or +inf, or none above -inf, are an error; transformers has a token for them, if greedy.
+    - Where logits are equal, top-k keeps exactly k and prefers small ids, and so does top-p. (Transformers keeps all
+      that equal the k-th, and leaves open which of equals top-p keeps.)
+    - Padding, where ``attention_mask`` is 0, is no part of a prompt: a row's tokens don't depend on its neighbours'
+      lengths. (The repetition penalty of transformers sees the padding's id. ``min_length`` and ``max_length`` count
+      padding there and here; ``min_new_tokens`` and ``max_new_tokens`` don't.)
+    - Logits with NaN or +inf, or none above -inf, are an error. (Transformers has a token for them, if greedy.)
 
     Args:
-        model: any that has ``generate``, encoder-decoders too.
+        model: a language model of transformers, encoder-decoders too.
         input_ids: int64 [rows, length], the (decoder's) prompts, each ``num_return_sequences`` times.
         logits_processor, stopping_criteria, generation_config: as ``generate`` prepares them.
         seed: the key of the draws, a signed 64-bit integer: one for all prompts, or a list with each prompt's. None
@@ -90,11 +109,11 @@ def sample(
         ValueError: something is asked that can't be honoured; it names the field.
         RuntimeError: a row has no token left to draw, or NaN or +inf among its logits.
     """
-    passed = _arguments_of_generate(model)
-    _refuse(model, generation_config, logits_processor, passed)
-    streamer = streamer or passed.get("streamer")
-    if streamer is not None and passed.get("streamer") is None:
+    withheld = _withheld(model)
+    _refuse(model, generation_config, logits_processor, withheld)
+    if streamer is not None and withheld["streamer"] is None:
         streamer.put(input_ids.cpu())
+    streamer = streamer or withheld["streamer"]
     (rows, width), device = input_ids.shape, input_ids.device
     pad = None
     if any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
@@ -119,7 +138,7 @@ def sample(
         state.join(row, params, prompt, seed=seeds[row], bad_word_ids=banned, end_ids=end_ids)
     sampler, slots = Sampler(state), torch.arange(rows, device=device)
     positions = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    unfinished, going = torch.ones(rows, dtype=torch.bool, device=device), True
+    unfinished = torch.ones(rows, dtype=torch.bool, device=device)
     with model._optimize_model_for_decode():
         while True:
             model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=crossed)
@@ -161,23 +180,25 @@ def sample(
     return kind(sequences=input_ids, logits=kept if keep_logits else None, past_key_values=cache)
 
 
-def _arguments_of_generate(model: Any) -> dict[str, Any]:
-    """The arguments of the ``generate`` that is running: it withholds some from a callable without a word."""
+def _withheld(model: Any) -> dict[str, Any]:
+    """What the ``generate`` that is running was passed and keeps from a callable without a word."""
     frame = sys._getframe()
     while frame := frame.f_back:
         place = frame.f_globals.get("__name__"), frame.f_code.co_name
         if place == ("transformers.generation.utils", "generate") and frame.f_locals.get("self") is model:
-            return dict(frame.f_locals)
-    return {}
+            break
+    arguments = frame.f_locals if frame else {}
+    return {name: arguments.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
 
 
-def _refuse(model: Any, config: Any, processors: Sequence[Any], passed: dict[str, Any]) -> None:
+def _refuse(model: Any, config: Any, processors: Sequence[Any], withheld: dict[str, Any]) -> None:
     """Raise a ``ValueError`` for what can't be honoured."""
     refused = [name for name, neutral in _NEUTRAL.items() if getattr(config, name, None) not in (None, neutral)]
     refused += [_FOREIGN[kind] for kind in map(_kind, processors) if kind in _FOREIGN]
-    if passed.get("assistant_model") is not None:
+    if withheld["assistant_model"] is not None:
         refused.append("assistant_model")
-    if model._extract_generation_mode_kwargs(None, {}, passed.get("synced_gpus"), None, None)["synced_gpus"]:
+    # None stands for whether the model is sharded.
+    if model._extract_generation_mode_kwargs(None, {}, withheld["synced_gpus"], None, None)["synced_gpus"]:
         refused.append("synced_gpus")
     if refused:
         raise ValueError(f"{refused[0]} can't be combined with Freewheel's sampler")
