@@ -9,7 +9,7 @@ from torch import Tensor
 
 from freewheel.sampling import kernels as triton_kernels
 from freewheel.sampling.draw import ATTEMPTS, BLOCK
-from freewheel.sampling.state import EDITED, LOGPROBS, NUCLEUS, TRUNCATED, SamplingState
+from freewheel.sampling.state import DEMANDING, EDITED, LOGPROBS, NUCLEUS, TRUNCATED, SamplingState
 
 kernels: Any = triton_kernels  # whose constants are numbers here
 
@@ -42,7 +42,11 @@ class Workspace(NamedTuple):
     sums: Any
     raw_maxima: Any
     raw_sums: Any
+    leaders: Any
+    seconds: Any
     tickets: Any
+    pending: Any
+    bounds: Any
     peaks: Any
     totals: Any
     drafts: Any
@@ -51,6 +55,7 @@ class Workspace(NamedTuple):
     listed: Any
     block_list: Any
     candidates: Any
+    candidate_values: Any
 
 
 class Described(NamedTuple):
@@ -74,7 +79,11 @@ def workspace(rows: int, blocks: int, device: torch.device) -> Workspace:
         sums=room(torch.float32, blocks),
         raw_maxima=room(torch.float32, blocks),
         raw_sums=room(torch.float32, blocks),
+        leaders=room(torch.int32, blocks),
+        seconds=room(torch.float32, blocks),
         tickets=room(torch.int32),
+        pending=room(torch.int32),
+        bounds=room(torch.float32),
         peaks=room(torch.float32),
         totals=room(torch.int64),
         drafts=room(torch.int32, ATTEMPTS),
@@ -83,6 +92,7 @@ def workspace(rows: int, blocks: int, device: torch.device) -> Workspace:
         listed=room(torch.int32),
         block_list=room(torch.int32, blocks),
         candidates=room(torch.int32, kernels.CAPACITY.value),
+        candidate_values=room(torch.float32, kernels.CAPACITY.value),
     )
 
 
@@ -95,6 +105,9 @@ def _address(place: Any) -> Any:
     if isinstance(place, Tensor):
         return place.data_ptr()
     return _addresses(place) if isinstance(place, tuple) else place
+
+
+DRAW_WARPS = 4
 
 
 class FusedSampler:
@@ -125,15 +138,16 @@ class FusedSampler:
     ) -> tuple[Tensor, Tensor, Described | None]:
         """Tokens int64 [rows], statuses uint8 [rows] and log probabilities; see ``Sampler.sample``."""
         state, tables = self.state, self.tables
-        edits, truncated, nucleus, logprobs = map(state.asked, (EDITED, TRUNCATED, NUCLEUS, LOGPROBS))
+        demanding, edits, truncated, nucleus, logprobs = map(
+            state.asked, (DEMANDING, EDITED, TRUNCATED, NUCLEUS, LOGPROBS)
+        )
         masked = masks is not None
-        demands = edits or truncated or logprobs or masked
         rows, drawable = len(slots), state.valid_vocab_size
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         statuses = torch.empty(rows, dtype=torch.uint8, device=logits.device)
-        described = self._described(rows) if logprobs else None
+        described = self._described(rows if logprobs else 0)
         if not rows:
-            return tokens, statuses, described
+            return tokens, statuses, described if logprobs else None
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         slots, positions = slots.long().contiguous(), positions.long().contiguous()
         if masks is not None and mask_rows is not None:
@@ -147,30 +161,35 @@ class FusedSampler:
         # What a compiled kernel takes for granted besides what never changes: types, and addresses and strides that are
         # multiples of 16.
         aligned = [tensor.data_ptr() % 16 == 0 for tensor in (logits, slots, positions, inputs.masks, inputs.mask_rows)]
-        width = described.top_ids.shape[1] if described is not None else 0
-        key = (rows, logits.dtype, inputs.stride, *aligned, edits, truncated, masked, logprobs, width)
-        launch = self._launcher(key, inputs, rows, logits.device.index)
+        width = described.top_ids.shape[1]
         blocks = triton.cdiv(drawable, BLOCK)
         padded = triton.next_power_of_2(blocks)
-        tile = 4 if rows < 8 else 8 if rows < 64 else 16
-        tiles, chained = triton.cdiv(blocks, tile), self.cuda
-        changes = edits, masked
+        changes = edits > 0, masked
+        # A few demanding rows are finished where they start; so many that they fill the device, in a kernel of their own.
+        few = rows < 8 or (not masked and 4 * demanding <= rows)
+        sought = triton.next_power_of_2(rows) if rows >= 8 and few else 0
+        ahead = demanding > 0 or masked
+        key = (rows, logits.dtype, inputs.stride, *aligned, *changes, ahead, few, logprobs > 0, width)
+        launch = self._launcher(key, inputs, rows, logits.device.index)
+        chained = self.cuda
         if edits:
             launch(kernels.edit, (8, rows), (), (128, chained), 4, False)
-        if demands:
-            parts = min(tiles, max(8, 2048 // rows))
-            constants = (tile, padded, *changes, logprobs, chained)
-            launch(kernels.draw, (parts, rows), (tokens, statuses, blocks), constants, 4, edits)
-        constants = tile, padded, demands, masked, chained
-        launch(kernels.draw_plain, (tiles, rows), (tokens, statuses, blocks), constants, 4, demands)
+        if ahead:
+            tile = 4 if rows < 8 else 16
+            tiles = triton.cdiv(blocks, tile)
+            grid = (tiles, demanding) if sought else (min(tiles, max(8, 2048 // rows)), rows)
+            constants = (tile, padded, sought, *changes, logprobs > 0, few, chained)
+            launch(kernels.draw, grid, (tokens, statuses, rows, blocks), constants, DRAW_WARPS, edits > 0)
+        tile = 8 if rows < 8 else 32
+        constants = tile, padded, ahead, masked, chained
+        launch(kernels.draw_plain, (triton.cdiv(blocks, tile), rows), (tokens, statuses, blocks), constants, 4, ahead)
         if nucleus:
             parts = 64 if rows < 8 else 32 if rows < 64 else 16
-            constants = (8, padded, *changes, chained)
-            launch(kernels.check, (parts, rows), (tokens, statuses, blocks), constants, 4, True)
-        if described is not None:
-            constants = (padded, triton.next_power_of_2(max(width, 1)), *changes, chained)
-            launch(kernels.describe, (rows, 1), (described, tokens, width, blocks), constants, 4, True)
-        return tokens, statuses, described
+            launch(kernels.check, (parts, rows), (tokens, statuses, blocks), (8, *changes, chained), 4, True)
+        if logprobs or nucleus or (truncated and not few):
+            constants = (padded, triton.next_power_of_2(max(width, 1)), *changes, logprobs > 0, chained)
+            launch(kernels.finish, (rows, 1), (described, tokens, width, blocks), constants, DRAW_WARPS, True)
+        return tokens, statuses, described if logprobs else None
 
     def _described(self, rows: int) -> Described:
         """Room for the log probabilities of so many rows."""

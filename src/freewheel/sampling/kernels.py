@@ -1,14 +1,14 @@
 """The sampler on the device: the whole tail from logits to tokens in a few launches, with no host in between.
 
     edit        [parts, rows]  the values of the few ids that a row's bias, penalties and bad words change
-    draw        [parts, rows]  rows that ask for more than a plain token: all but a nucleus, whose draws are left to check
+    draw        [parts, rows]  rows that ask for more than a plain token
     draw_plain  [tiles, rows]  the other rows
-    check       [parts, rows]  the mass before each draw of a nucleus: the first draw inside it, or one of the candidates
-    describe    [rows]         log probabilities
+    check       [parts, rows]  the mass before each draw of a nucleus: the first draw inside it
+    finish      [rows]         what is left: one of the few candidates above a bound; log probabilities
 
 ``draw`` and ``draw_plain`` read the logits once: each program leaves the maximum and the sum of exponentials of its
 blocks, and the last program of a row to arrive draws from them. So no row waits for another, and the two run side by side:
-a demanding row starts first, and the plain ones stream past it.
+a few demanding rows start first, finish their whole work there, and the plain ones stream past them.
 
 What several programs add up are integers (weights in units of 2**-40 of the largest), which no order changes, and every
 float sum is over one block or list in a fixed order: a row's bits never depend on the batch or the clock.
@@ -38,6 +38,7 @@ LOWEST = tl.constexpr(-3.4e38)  # but for -inf, which marks what is forbidden
 OK, EMPTY, NAN = (tl.constexpr(status) for status in range(3))
 CAPACITY = tl.constexpr(1024)
 FEW = tl.constexpr(128)
+STEP = tl.constexpr(8)
 
 # Composite keys order candidates by value and then by id, larger first: 32 bits of value, 20 bits of inverted id.
 ID_BITS = tl.constexpr(20)
@@ -50,6 +51,7 @@ SEED = tl.constexpr(tables.SEED)
 NEEDS = tl.constexpr(tables.NEEDS)
 EDITED_UNTIL = tl.constexpr(tables.EDITED_UNTIL)
 TEMPERATURE = tl.constexpr(tables.TEMPERATURE)
+SCALE = tl.constexpr(tables.SCALE)
 TOP_K = tl.constexpr(tables.TOP_K)
 TOP_P = tl.constexpr(tables.TOP_P)
 MIN_P = tl.constexpr(tables.MIN_P)
@@ -94,8 +96,7 @@ def _real(settings, slot, COLUMN: tl.constexpr):
 @triton.jit
 def _scale(settings, slot):
     """What turns a difference of logits into a binary logarithm of a ratio of weights, float32; that of 1 if greedy."""
-    temperature = _real(settings, slot, TEMPERATURE)
-    return (1.0 / tl.where(temperature > 0, temperature, 1.0) * LOG2E).to(tl.float32)
+    return _real(settings, slot, SCALE).to(tl.float32)
 
 
 @triton.jit
@@ -151,7 +152,7 @@ def _bit(words, ids):
 
 
 @triton.jit
-def edit(inputs, STEP: tl.constexpr, CHAINED: tl.constexpr):
+def edit(inputs, IDS: tl.constexpr, CHAINED: tl.constexpr):
     """For each id that its slot lists or has seen: the value after bias, held-back ends, bad words and penalties."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(inputs.slots + row)
@@ -171,8 +172,8 @@ def edit(inputs, STEP: tl.constexpr, CHAINED: tl.constexpr):
     frequency = _real(inputs.settings, slot, FREQUENCY).to(tl.float32)
     presence = _real(inputs.settings, slot, PRESENCE).to(tl.float32)
     # An id may turn up several times, in the history and in the list: each time it gets the same value.
-    for part in range(tl.program_id(0) * STEP, listed + seen_tokens, tl.num_programs(0) * STEP):
-        i = part + tl.arange(0, STEP)
+    for part in range(tl.program_id(0) * IDS, listed + seen_tokens, tl.num_programs(0) * IDS):
+        i = part + tl.arange(0, IDS)
         from_list = i < listed
         ids = tl.load(inputs.lists + start + 5 * i, mask=from_list, other=-1).to(tl.int64)
         ids = tl.where(
@@ -305,12 +306,23 @@ def _load_at(inputs, row, changes, ids, wanted, EDITS: tl.constexpr):
 
 @triton.jit
 def _demands(inputs, row, slot, position, MASKED: tl.constexpr):
-    """Whether the row asks for more than a plain draw or the first of the largest."""
+    """Whether a row, or each of several, asks for more than a plain draw or the first of the largest."""
     demands = (_setting(inputs.settings, slot, NEEDS) & (TRUNCATED | ASKS_LOGPROBS)) != 0
     demands = demands | (position < _setting(inputs.settings, slot, EDITED_UNTIL))
     if MASKED:
         demands = demands | (tl.load(inputs.mask_rows + row) >= 0)
     return demands
+
+
+@triton.jit
+def _find(inputs, rows, number, ROWS: tl.constexpr):
+    """The demanding row with this number, and how many there are."""
+    row = tl.arange(0, ROWS)
+    exists = row < rows
+    slot = tl.load(inputs.slots + row, mask=exists, other=0)
+    position = tl.load(inputs.positions + row, mask=exists, other=0)
+    place = tl.cumsum((exists & _demands(inputs, row, slot, position, False)).to(tl.int32), 0)
+    return tl.sum((place <= number).to(tl.int32), 0).to(tl.int64), tl.max(place, 0)
 
 
 @triton.jit
@@ -323,6 +335,15 @@ def _measure(values, scale, maxima, sums, row, blocks, block_count):
         maxima + row * block_count + blocks, tl.where(total == total, peaks, float("nan")), mask=blocks < block_count
     )
     tl.store(sums + row * block_count + blocks, total, mask=blocks < block_count)
+
+
+@triton.jit
+def _measure_more(values, leaders, seconds, row, blocks, block_count):
+    """Leave where in each block its first largest value is, and how large the next one is."""
+    leader = tl.argmax(values, 1)
+    rest = tl.where(tl.arange(0, BLOCK)[None, :] == leader[:, None], -float("inf"), values)
+    tl.store(leaders + row * block_count + blocks, leader, mask=blocks < block_count)
+    tl.store(seconds + row * block_count + blocks, tl.max(rest, 1), mask=blocks < block_count)
 
 
 @triton.jit
@@ -358,23 +379,26 @@ def _report(statuses, row, peak):
 
 
 @triton.jit
+def _plan(settings, slot, position, DRAWS: tl.constexpr):
+    """Whether the row is greedy, and two random words for each of its draws, 0 if it is."""
+    greedy = _real(settings, slot, TEMPERATURE) == 0
+    first, second, _, _ = _words(settings, slot, position, tl.arange(0, DRAWS))
+    return greedy, tl.where(greedy, 0, first), tl.where(greedy, 0, second)
+
+
+@triton.jit
 def _attempts(
-    inputs, maxima, row, slot, position, changes, scale, block_maxima, peak, units, block_count,
-    DRAWS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
+    inputs, maxima, row, changes, scale, greedy, first, second, block_maxima, peak, units, block_count,
+    EDITS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Draw from the whole row DRAWS times: a block in proportion to its weight, then an id inside it.
+    """Draw from the whole row, once for each word: a block in proportion to its weight, then an id inside it.
 
     Returns:
-        blocks int32 [DRAWS], places in them int32 [DRAWS], the blocks' values float32 [DRAWS, BLOCK], and the row's
+        blocks int32 [draws], places in them int32 [draws], the blocks' values float32 [draws, BLOCK], and the row's
         weight int64.
     """
-    attempt = tl.arange(0, DRAWS)
-    first, second, _, _ = _words(inputs.settings, slot, position, attempt)
-    if _real(inputs.settings, slot, TEMPERATURE) == 0:
-        # Greedy: all weight is on the largest ones, and the smallest word draws the first of them.
-        units = (block_maxima == peak).to(tl.int64)
-        first *= 0
-        second *= 0
+    # Greedy: all weight is on the largest ones, and the smallest word draws the first of them.
+    units = tl.where(greedy, (block_maxima == peak).to(tl.int64), units)
     total = tl.sum(units, 0)
     cumulative = tl.cumsum(units, 0)
     drawn = tl.sum((cumulative[None, :] <= _share(total, first)[:, None]).to(tl.int32), 1)
@@ -382,8 +406,7 @@ def _attempts(
     level = tl.load(maxima + row * block_count + drawn, mask=inside, other=0.0)
     values = _load(inputs, row, changes, drawn, inside, EDITS, MASKED)
     shares = _units(tl.exp2((values - level[:, None]) * scale))
-    if _real(inputs.settings, slot, TEMPERATURE) == 0:
-        shares = (values == level[:, None]).to(tl.int64)
+    shares = tl.where(greedy, (values == level[:, None]).to(tl.int64), shares)
     within = (tl.cumsum(shares, 1) <= _share(tl.sum(shares, 1), second)[:, None]).to(tl.int32)
     return drawn, tl.sum(within, 1), values, total
 
@@ -406,16 +429,17 @@ def draw_plain(
                     gdc_wait()
             return
     changes = _changes(inputs, row, slot, position, False, False)
-    scale = _scale(inputs.settings, slot)
     blocks = tl.program_id(0) * TILE + tl.arange(0, TILE)
     values = _load(inputs, row, changes, blocks, blocks < block_count, False, False)
+    scale = _scale(inputs.settings, slot)
+    greedy, first, second = _plan(inputs.settings, slot, position, 1)
     _measure(values, scale, work.maxima, work.sums, row, blocks, block_count)
     if _last(work.tickets, row, tl.num_programs(0)):
         block_maxima, peak, units = _read_blocks(work.maxima, work.sums, row, scale, block_count, BLOCKS)
         healthy = _report(statuses, row, peak)
         drawn, chosen, _, _ = _attempts(
-            inputs, work.maxima, row, slot, position, changes, scale, block_maxima, peak, units, block_count,
-            1, False, False,
+            inputs, work.maxima, row, changes, scale, greedy, first, second, block_maxima, peak, units, block_count,
+            False, False,
         )  # fmt: skip
         token = tl.sum(drawn * BLOCK + chosen, 0).to(tl.int64)
         tl.store(tokens + row, tl.where(healthy, token, -1))
@@ -423,18 +447,14 @@ def draw_plain(
 
 @triton.jit
 def _reached_by(maxima, peak, k):
-    """A number that at least k of ``maxima`` [n] reach, and few others: from counts in 62 steps below the peak."""
+    """A number that at least k of ``maxima`` [n] reach, and few others: from counts in 254 steps below the peak."""
     finite = maxima > -float("inf")
-    mean = tl.sum(tl.where(finite, maxima, 0.0), 0) / tl.sum(finite.to(tl.float32), 0)
-    enough = tl.sum((maxima >= mean).to(tl.int32), 0) >= k
-    low = tl.where(enough, mean, tl.min(tl.where(finite, maxima, peak), 0))
-    step = tl.maximum((peak - low) / 62, 1e-30)
-    steps = tl.minimum((peak - tl.maximum(maxima, low - step)) / step, 63.0).to(tl.int32)
-    within = tl.cumsum(tl.histogram(tl.where(maxima >= low, steps, 63), 64), 0)
-    last = tl.sum((within < k).to(tl.int32), 0)
+    step = tl.maximum((peak - tl.min(tl.where(finite, maxima, peak), 0)) / 254, 1e-30)
+    steps = tl.where(finite, tl.minimum((peak - maxima) / step, 254.0), 255.0).to(tl.int32)
+    last = tl.sum((tl.cumsum(tl.histogram(steps, 256), 0) < k).to(tl.int32), 0)
     # A little lower, for what was rounded. Where fewer than k are finite, whatever is finite may be among the first k.
-    reached = peak - (tl.minimum(last, 62) + 1.001).to(tl.float32) * step - tl.abs(peak) * 1e-6
-    return tl.where(tl.sum(finite.to(tl.int32), 0) >= k, tl.maximum(reached, LOWEST), LOWEST)
+    reached = peak - (last + 1.001).to(tl.float32) * step - tl.abs(peak) * 1e-6
+    return tl.where(last < 255, tl.maximum(reached, LOWEST), LOWEST)
 
 
 @triton.jit
@@ -444,26 +464,36 @@ def _min_p_bound(peak, scale, min_p):
 
 
 @triton.jit
-def _ahead(others, j, other_weights, values, i):
-    """For each of ``values`` how many ``others`` come before it in the total order, and their weight."""
-    first = (others[:, None] > values[None, :]) | ((others[:, None] == values[None, :]) & (j[:, None] < i[None, :]))
-    return tl.sum(first.to(tl.int32), 0), tl.sum(tl.where(first, other_weights[:, None], 0.0), 0)
-
-
-@triton.jit
 def _gather(
     inputs, work, row, changes, bound, block_maxima, block_count,
-    TILE: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
+    BLOCKS: tl.constexpr, KNOWN: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Leave the ids whose values reach the bound in ``candidates``, ascending; how many, or more than CAPACITY."""
-    blocks_left = _list_blocks(work, row, block_maxima >= bound, block_count, BLOCKS)
-    candidates = work.candidates + row * CAPACITY
+    """Leave the ids that reach the bound in ``candidates``, with their values; how many, or more than CAPACITY.
+
+    KNOWN: ``_measure_more`` has seen the row. Then only blocks are read again where a second value reaches the bound.
+    """
+    block = tl.arange(0, BLOCKS)
+    ids = work.candidates + row * CAPACITY
+    values = work.candidate_values + row * CAPACITY
+    again = block_maxima >= bound
     count = tl.zeros([], tl.int32)
-    for start in range(0, blocks_left, TILE):
-        blocks, wanted = _listed(work, row, start, blocks_left, block_count, TILE)
-        values = _load(inputs, row, changes, blocks, wanted, EDITS, MASKED)
+    if KNOWN:
+        index = row * block_count + block
+        seconds = tl.load(work.seconds + index, mask=again, other=-float("inf"))
+        alone = again & (seconds < bound)
+        leaders = tl.load(work.leaders + index, mask=alone, other=0)
+        place = tl.cumsum(alone.to(tl.int32), 0) - 1
+        tl.store(ids + place, block * BLOCK + leaders, mask=alone)
+        tl.store(values + place, block_maxima, mask=alone)
+        count += tl.max(place, 0) + 1
+        again = again & (seconds >= bound)
+    known = count
+    blocks_left = _list_blocks(work, row, again, block_count, BLOCKS)
+    for start in range(0, blocks_left, STEP):
+        blocks, wanted = _listed(work, row, start, blocks_left, block_count, STEP)
+        read = _load(inputs, row, changes, blocks, wanted, EDITS, MASKED)
         # The kept ones as bits, 32 ids a word: few are set, so the loop over a word's bits is short.
-        kept = tl.reshape((values >= bound).to(tl.int32), [TILE, WORDS, 32])
+        kept = tl.reshape((read >= bound).to(tl.int32), [STEP, WORDS, 32])
         rest = tl.sum(kept << tl.arange(0, 32)[None, None, :], 2)
         in_word = _popcount(rest)
         in_block = tl.sum(in_word, 1)
@@ -473,8 +503,14 @@ def _gather(
         if count <= CAPACITY:
             for i in range(tl.max(tl.max(in_word, 1), 0)):
                 lowest = rest & -rest
-                tl.store(candidates + at + i, first + _popcount(lowest - 1), mask=rest != 0)
+                tl.store(ids + at + i, first + _popcount(lowest - 1), mask=rest != 0)
                 rest = rest ^ lowest
+    tl.debug_barrier()
+    if count <= CAPACITY:
+        for start in range(known, count, FEW):
+            i = start + tl.arange(0, FEW)
+            found = tl.load(ids + i, mask=i < count, other=0)
+            tl.store(values + i, _load_at(inputs, row, changes, found, i < count, EDITS), mask=i < count)
     tl.debug_barrier()
     return count
 
@@ -501,51 +537,49 @@ def _listed(work, row, start, count, block_count, TILE: tl.constexpr):
 
 
 @triton.jit
-def _keep(
-    inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p,
-    SIZE: tl.constexpr, STEP: tl.constexpr, EDITS: tl.constexpr,
-):  # fmt: skip
-    """What truncation keeps of ``count`` candidates, at most SIZE, ids ascending: by comparing pairs, without a sort.
+def _candidates(work, row, i, count):
+    """Ids and values of the row's candidates number ``i`` [n]; -inf past ``count``."""
+    ids = tl.load(work.candidates + row * CAPACITY + i, mask=i < count, other=0)
+    return ids, tl.load(work.candidate_values + row * CAPACITY + i, mask=i < count, other=-float("inf"))
+
+
+@triton.jit
+def _keep(work, row, count, peak, scale, total, top_k, top_p, min_p, drawable, SIZE: tl.constexpr):
+    """What truncation keeps of ``count`` candidates, at most SIZE: by comparing pairs, without a sort.
 
     Returns:
-        for each candidate [SIZE] its id, value, weight, rank in the total order, the weight before it, and whether it is
-        kept.
+        for each candidate [SIZE] its id, value, weight int64, rank in the total order, the weight before it, and whether
+        it is kept.
     """
     i = tl.arange(0, SIZE)
-    ids = tl.load(candidates + i, mask=i < count, other=0)
-    values = _load_at(inputs, row, changes, ids, i < count, EDITS)
-    weights = tl.exp2((values - peak) * scale)
+    ids, values = _candidates(work, row, i, count)
     rank = tl.zeros([SIZE], tl.int32)
-    before = tl.zeros([SIZE], tl.float32)
-    if SIZE == STEP:
-        rank, before = _ahead(values, i, weights, values, i)
-    else:
-        for start in range(0, count, STEP):
-            j = start + tl.arange(0, STEP)
-            other_ids = tl.load(candidates + j, mask=j < count, other=0)
-            others = _load_at(inputs, row, changes, other_ids, j < count, EDITS)
-            more, mass = _ahead(others, j, tl.exp2((others - peak) * scale), values, i)
-            rank += more
-            before += mass
+    before = tl.zeros([SIZE], tl.int64)
+    # A few at a time: code that is run but once costs more to fetch than to execute.
+    for start in range(0, count, STEP):
+        other_ids, others = _candidates(work, row, start + tl.arange(0, STEP), count)
+        others, other_ids = others[:, None], other_ids[:, None]
+        ahead = (others > values[None, :]) | ((others == values[None, :]) & (other_ids < ids[None, :]))
+        rank += tl.sum(ahead.to(tl.int32), 0)
+        before += tl.sum(tl.where(ahead, _units(tl.exp2((others - peak) * scale)), 0), 0)
+    shares = tl.exp2((values - peak) * scale)
+    weights = _units(shares)
     kept = (i < count) & (rank < top_k)
-    reference = tl.where(top_k < inputs.drawable, tl.sum(tl.where(kept, weights, 0.0), 0).to(tl.float64), total / UNIT)
+    reference = tl.where(top_k < drawable, tl.sum(tl.where(kept, weights, 0), 0), total).to(tl.float64)
     nucleus = tl.where(top_p < 1, top_p * reference, float("inf"))
-    kept = kept & (before.to(tl.float64) < nucleus) & (weights.to(tl.float64) >= min_p)
+    kept = kept & (before.to(tl.float64) < nucleus) & (shares.to(tl.float64) >= min_p)
     return ids, values, weights, rank, before, kept
 
 
 @triton.jit
-def _pick(
-    inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, word,
-    SIZE: tl.constexpr, STEP: tl.constexpr, EDITS: tl.constexpr,
-):  # fmt: skip
+def _pick(work, row, count, peak, scale, total, top_k, top_p, min_p, drawable, word, SIZE: tl.constexpr):
     """Draw among the candidates that are kept: by the inverse of their cumulative distribution in the total order."""
     ids, _, weights, rank, before, kept = _keep(
-        inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, SIZE, STEP, EDITS
+        work, row, count, peak, scale, total, top_k, top_p, min_p, drawable, SIZE
     )
     # The largest kept token comes first and is always kept: the mass before a token grows with its rank.
-    target = tl.sum(tl.where(kept, weights, 0.0), 0).to(tl.float64) * ((word.to(tl.float64) + 0.5) / 4294967296.0)
-    drawn = tl.max(tl.where(kept & (before.to(tl.float64) <= target) & (weights > 0), rank, 0), 0)
+    target = _share(tl.sum(tl.where(kept, weights, 0), 0), word)
+    drawn = tl.max(tl.where(kept & (before <= target) & (weights > 0), rank, 0), 0)
     return tl.sum(tl.where(kept & (rank == drawn), ids, 0), 0)
 
 
@@ -610,17 +644,12 @@ def _draw_kept(
     min_p = _real(inputs.settings, slot, MIN_P)
     _, _, words, _ = _words(inputs.settings, slot, position, tl.arange(0, 1))
     word = tl.sum(words.to(tl.int64), 0)
-    candidates = work.candidates + row * CAPACITY
-    count = _gather(inputs, work, row, changes, bound, block_maxima, block_count, 32, BLOCKS, EDITS, MASKED)
+    count = _gather(inputs, work, row, changes, bound, block_maxima, block_count, BLOCKS, True, EDITS, MASKED)
     token = tl.zeros([], tl.int64)
     if count <= FEW:
-        token += _pick(
-            inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, word, FEW, FEW, EDITS
-        )
+        token += _pick(work, row, count, peak, scale, total, top_k, top_p, min_p, inputs.drawable, word, FEW)
     elif count <= CAPACITY:
-        token += _pick(
-            inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, word, CAPACITY, 32, EDITS
-        )
+        token += _pick(work, row, count, peak, scale, total, top_k, top_p, min_p, inputs.drawable, word, CAPACITY)
     else:
         token += _id(
             _search(
@@ -631,22 +660,20 @@ def _draw_kept(
 
 
 @triton.jit
-def draw(
-    inputs, work, tokens, statuses, block_count,
-    TILE: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
-    LOGPROBS: tl.constexpr, CHAINED: tl.constexpr,
+def _draw_row(
+    inputs, work, tokens, statuses, row, block_count,
+    TILE: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr, LOGPROBS: tl.constexpr,
+    FINISH: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of the rows that ask for more than a plain draw, but for nuclei, whose draws are left in ``drafts``."""
-    row = tl.program_id(1).to(tl.int64)
+    """A program's part of a demanding row."""
     slot = tl.load(inputs.slots + row)
     position = tl.load(inputs.positions + row)
-    if CHAINED:
-        gdc_launch_dependents()
-    if _demands(inputs, row, slot, position, MASKED) == 0:
-        return
     changes = _changes(inputs, row, slot, position, EDITS, MASKED)
     scale = _scale(inputs.settings, slot)
     needs = _setting(inputs.settings, slot, NEEDS)
+    top_k = _setting(inputs.settings, slot, TOP_K)
+    min_p = _real(inputs.settings, slot, MIN_P)
+    greedy, first, second = _plan(inputs.settings, slot, position, ATTEMPTS)
     if EDITS and CHAINED:
         if changes[0] >= 0:
             gdc_wait()
@@ -654,6 +681,8 @@ def draw(
         blocks = start + tl.arange(0, TILE)
         values = _load(inputs, row, changes, blocks, blocks < block_count, EDITS, MASKED, LOOK=True)
         _measure(values, scale, work.maxima, work.sums, row, blocks, block_count)
+        if (needs & TRUNCATED) != 0:
+            _measure_more(values, work.leaders, work.seconds, row, blocks, block_count)
         if LOGPROBS:
             if (needs & (ASKS_LOGPROBS | PROCESSED)) == ASKS_LOGPROBS:
                 raw = _load(inputs, row, changes, blocks, blocks < block_count, False, False)
@@ -663,8 +692,6 @@ def draw(
         healthy = _report(statuses, row, peak)
         token = tl.full([], -1, tl.int64)
         pending = tl.zeros([], tl.int32)
-        top_k = _setting(inputs.settings, slot, TOP_K)
-        min_p = _real(inputs.settings, slot, MIN_P)
         bound = tl.zeros([], tl.float32)
         total = tl.zeros([], tl.int64)
         if healthy & ((needs & TRUNCATED) != 0) & (top_k < inputs.drawable):
@@ -675,8 +702,8 @@ def draw(
         elif healthy:
             attempt = tl.arange(0, ATTEMPTS)
             drawn, chosen, values, total = _attempts(
-                inputs, work.maxima, row, slot, position, changes, scale, block_maxima, peak, units, block_count,
-                ATTEMPTS, EDITS, MASKED,
+                inputs, work.maxima, row, changes, scale, greedy, first, second, block_maxima, peak, units,
+                block_count, EDITS, MASKED,
             )  # fmt: skip
             draws = drawn * BLOCK + chosen
             accepted = tl.zeros([], tl.int32)
@@ -702,19 +729,58 @@ def draw(
                     bound = tl.maximum(tl.max(draw_values, 0), _min_p_bound(peak, scale, min_p))
             if accepted < ATTEMPTS:
                 token = tl.sum(tl.where(attempt == accepted, draws, 0), 0).to(tl.int64)
-        if pending > 0:
-            token = _draw_kept(
-                inputs, work, row, slot, position, changes, bound, block_maxima, peak, scale, total, block_count,
-                BLOCKS, EDITS, MASKED,
-            )  # fmt: skip
+        if FINISH:
+            if pending > 0:
+                pending -= 1
+                token = _draw_kept(
+                    inputs, work, row, slot, position, changes, bound, block_maxima, peak, scale, total, block_count,
+                    BLOCKS, EDITS, MASKED,
+                )  # fmt: skip
+        else:
+            tl.store(work.bounds + row, bound)
+            tl.store(work.peaks + row, peak)
+            tl.store(work.totals + row, total)
+        tl.store(work.pending + row, pending)
         tl.store(tokens + row, token)
+
+
+@triton.jit
+def draw(
+    inputs, work, tokens, statuses, rows, block_count,
+    TILE: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
+    LOGPROBS: tl.constexpr, FINISH: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Tokens of the rows that ask for more than a plain draw, but for those left to the kernels after it.
+
+    ROWS is 0 where the grid has a program for each row, demanding or not; else it is a power of two, at least their
+    number, and the programs share the demanding ones.
+    """
+    if CHAINED:
+        gdc_launch_dependents()
+    number = tl.program_id(1).to(tl.int64)
+    if ROWS:
+        demanding = tl.full([], 1, tl.int32)
+        while number < demanding:
+            row, demanding = _find(inputs, rows, number, ROWS)
+            if number < demanding:
+                _draw_row(
+                    inputs, work, tokens, statuses, row, block_count, TILE, BLOCKS, EDITS, MASKED, LOGPROBS, FINISH,
+                    CHAINED,
+                )  # fmt: skip
+            number += tl.num_programs(1)
+    else:
+        slot = tl.load(inputs.slots + number)
+        if _demands(inputs, number, slot, tl.load(inputs.positions + number), MASKED):
+            _draw_row(
+                inputs, work, tokens, statuses, number, block_count, TILE, BLOCKS, EDITS, MASKED, LOGPROBS, FINISH,
+                CHAINED,
+            )  # fmt: skip
 
 
 @triton.jit
 def check(
     inputs, work, tokens, statuses, block_count,
-    TILE: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    TILE: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Tokens of the rows with a nucleus: the first draw before which less than its share of the mass lies."""
     row = tl.program_id(1).to(tl.int64)
@@ -752,16 +818,13 @@ def check(
         nucleus = _real(inputs.settings, slot, TOP_P) * total.to(tl.float64)
         accepted = tl.min(tl.where((drafts >= 0) & (mass.to(tl.float64) < nucleus), attempt, ATTEMPTS), 0)
         token = tl.sum(tl.where(attempt == accepted, drafts, 0), 0).to(tl.int64)
+        tl.store(tokens + row, token)
         if accepted == ATTEMPTS:
             # All draws fell outside: what is left begins above the largest of them.
             bound = tl.max(tl.load(work.draft_values + row * ATTEMPTS + attempt), 0)
             bound = tl.maximum(bound, _min_p_bound(peak, scale, _real(inputs.settings, slot, MIN_P)))
-            block_maxima, _, _ = _read_blocks(work.maxima, work.sums, row, scale, block_count, BLOCKS)
-            token = _draw_kept(
-                inputs, work, row, slot, position, changes, bound, block_maxima, peak, scale, total, block_count,
-                BLOCKS, EDITS, MASKED,
-            )  # fmt: skip
-        tl.store(tokens + row, token)
+            tl.store(work.bounds + row, bound)
+            tl.store(work.pending + row, 1)
 
 
 @triton.jit
@@ -781,20 +844,18 @@ def _show(out, row, width, at, ids, logprobs, larger, shown):
 
 @triton.jit
 def _describe_kept(
-    inputs, out, row, width, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, wanted, narrowed,
-    SIZE: tl.constexpr, STEP: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
+    inputs, work, out, row, width, changes, count, peak, scale, total, top_k, top_p, min_p, wanted, narrowed,
+    SIZE: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Store the first ``wanted`` of the kept candidates; the logarithm of the mass, theirs alone where ``narrowed``."""
     ids, values, weights, rank, _, kept = _keep(
-        inputs, row, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, SIZE, STEP, EDITS
+        work, row, count, peak, scale, total, top_k, top_p, min_p, inputs.drawable, SIZE
     )
-    mass = tl.where(narrowed, tl.sum(tl.where(kept, weights, 0.0), 0), (total / UNIT).to(tl.float32))
-    log_total = tl.log2(mass)
+    mass = tl.where(narrowed, tl.sum(tl.where(kept, weights, 0), 0), total)
+    log_total = tl.log2((mass / UNIT).to(tl.float32))
     larger = tl.zeros([SIZE], tl.int32)
     for start in range(0, count, STEP):
-        j = start + tl.arange(0, STEP)
-        other_ids = tl.load(candidates + j, mask=j < count, other=0)
-        others = _load_at(inputs, row, changes, other_ids, j < count, EDITS)
+        other_ids, others = _candidates(work, row, start + tl.arange(0, STEP), count)
         larger += tl.sum((others[:, None] > values[None, :]).to(tl.int32), 0)
     kept = kept & (rank < wanted)
     _show(out, row, width, rank, ids, _logprob(values, peak, scale, log_total), larger, kept)
@@ -858,30 +919,14 @@ def _describe_any(
 
 
 @triton.jit
-def describe(
-    inputs, work, out, tokens, width, block_count,
-    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr, CHAINED: tl.constexpr,
+def _describe(
+    inputs, work, out, row, slot, needs, edits, token, width, block_count,
+    BLOCKS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Log probabilities of the rows that ask for them and have a token."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(inputs.slots + row)
-    position = tl.load(inputs.positions + row)
-    needs = _setting(inputs.settings, slot, NEEDS)
+    """Log probabilities of one row that asks for them: of the model's logits or, processed, of what was left of them."""
     processed = (needs & PROCESSED) != 0
-    edit_row, mask_row, limited = _changes(inputs, row, slot, position, EDITS, MASKED)
-    if CHAINED:
-        gdc_wait()
-    token = tl.load(tokens + row)
-    place = tl.arange(0, WIDTH)
-    tl.store(out.token_logprobs + row, float("nan"))
-    tl.store(out.ranks + row, tl.zeros([], tl.int64))
-    tl.store(out.top_ids + row * width + place, tl.full([WIDTH], -1, tl.int64), mask=place < width)
-    tl.store(out.top_logprobs + row * width + place, tl.full([WIDTH], -float("inf"), tl.float32), mask=place < width)
-    tl.store(out.top_ranks + row * width + place, tl.zeros([WIDTH], tl.int64), mask=place < width)
-    if ((needs & ASKS_LOGPROBS) == 0) | (token < 0):
-        return
-    tl.debug_barrier()
-    top_k = inputs.drawable.to(tl.int64)
+    edit_row, mask_row, limited = edits
+    top_k = tl.zeros([], tl.int64) + inputs.drawable
     top_p = tl.full([], 1.0, tl.float64)
     min_p = tl.zeros([], tl.float64)
     scale = tl.full([], LOG2E, tl.float32)
@@ -912,17 +957,16 @@ def describe(
             bound = tl.maximum(bound, tl.maximum(nucleus, _min_p_bound(peak, scale, min_p)))
         elif first <= block_count:
             bound = _reached_by(block_maxima, peak, first)
-        count = _gather(inputs, work, row, changes, bound, block_maxima, block_count, 32, BLOCKS, EDITS, MASKED)
-        candidates = work.candidates + row * CAPACITY
+        count = _gather(inputs, work, row, changes, bound, block_maxima, block_count, BLOCKS, False, EDITS, MASKED)
         if count <= FEW:
             log_total = _describe_kept(
-                inputs, out, row, width, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, wanted,
-                narrowed, FEW, FEW, EDITS, MASKED,
+                inputs, work, out, row, width, changes, count, peak, scale, total, top_k, top_p, min_p, wanted,
+                narrowed, FEW, EDITS, MASKED,
             )  # fmt: skip
         elif count <= CAPACITY:
             log_total = _describe_kept(
-                inputs, out, row, width, changes, candidates, count, peak, scale, total, top_k, top_p, min_p, wanted,
-                narrowed, CAPACITY, 32, EDITS, MASKED,
+                inputs, work, out, row, width, changes, count, peak, scale, total, top_k, top_p, min_p, wanted,
+                narrowed, CAPACITY, EDITS, MASKED,
             )  # fmt: skip
         else:
             log_total = _describe_any(
@@ -939,6 +983,48 @@ def describe(
         values = _load(inputs, row, changes, blocks, here, EDITS, MASKED)
         larger += tl.sum(tl.sum((values > value).to(tl.int32), 1), 0)
     tl.store(out.ranks + row, larger)
+
+
+@triton.jit
+def finish(
+    inputs, work, out, tokens, width, block_count,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr, LOGPROBS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Tokens of the rows that are still pending; log probabilities."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(inputs.slots + row)
+    position = tl.load(inputs.positions + row)
+    needs = _setting(inputs.settings, slot, NEEDS)
+    changes = _changes(inputs, row, slot, position, EDITS, MASKED)
+    if CHAINED:
+        gdc_wait()
+    if (needs & TRUNCATED) != 0:
+        if tl.load(work.pending + row) > 0:
+            scale = _scale(inputs.settings, slot)
+            peak = tl.load(work.peaks + row)
+            total = tl.load(work.totals + row)
+            bound = tl.load(work.bounds + row)
+            block = tl.arange(0, BLOCKS)
+            block_maxima = tl.load(work.maxima + row * block_count + block, mask=block < block_count, other=-float("inf"))
+            token = _draw_kept(
+                inputs, work, row, slot, position, changes, bound, block_maxima, peak, scale, total, block_count,
+                BLOCKS, EDITS, MASKED,
+            )  # fmt: skip
+            tl.store(tokens + row, token)
+            tl.debug_barrier()
+    if LOGPROBS:
+        place = row * width + tl.arange(0, WIDTH)
+        exists = tl.arange(0, WIDTH) < width
+        tl.store(out.token_logprobs + row, float("nan"))
+        tl.store(out.ranks + row, tl.zeros([], tl.int64))
+        tl.store(out.top_ids + place, tl.full([WIDTH], -1, tl.int64), mask=exists)
+        tl.store(out.top_logprobs + place, tl.full([WIDTH], -float("inf"), tl.float32), mask=exists)
+        tl.store(out.top_ranks + place, tl.zeros([WIDTH], tl.int64), mask=exists)
+        tl.debug_barrier()  # before others write the same places
+        token = tl.load(tokens + row)
+        if ((needs & ASKS_LOGPROBS) != 0) & (token >= 0):
+            _describe(inputs, work, out, row, slot, needs, changes, token, width, block_count, BLOCKS, EDITS, MASKED)
 
 
 @triton.jit

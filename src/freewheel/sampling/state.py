@@ -6,6 +6,7 @@ slot's places; a step only appends tokens. Nothing is rebuilt, and a slot that a
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import e, log2
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,9 @@ from freewheel.sampling.params import SamplingParams
 from freewheel.sampling.pool import ListPool
 from freewheel.sampling.tables import Tables
 
-RANDOM, TRUNCATED, NUCLEUS, EDITED, LOGPROBS, PROCESSED = NEEDS = tuple(1 << bit for bit in range(6))
+RANDOM, TRUNCATED, NUCLEUS, EDITED, LOGPROBS, PROCESSED, DEMANDING = NEEDS = tuple(1 << bit for bit in range(7))
 """What a slot needs: a draw, from what top-k, top-p or min-p leave, a nucleus of the whole vocabulary; masks, bias or
-penalties; log probabilities, taken after all changes."""
+penalties; log probabilities, taken after all changes; anything but a draw."""
 
 ALWAYS = torch.iinfo(torch.int64).max
 
@@ -193,6 +194,8 @@ class SamplingState:
             self.bad_word_distances.put(slot, torch.tensor(distances))
         if edited_until:
             needs |= EDITED
+        if needs & ~RANDOM:
+            needs |= DEMANDING
         count_row, columns = -1, {}
         if self.tables is not None and edited_until:
             columns = self.tables.edit(
@@ -234,6 +237,7 @@ class SamplingState:
                 },
                 {
                     tables.TEMPERATURE: params.temperature,
+                    tables.SCALE: log2(e) / (params.temperature or 1.0),
                     tables.TOP_P: params.top_p,
                     tables.MIN_P: params.min_p,
                     tables.REPETITION: params.repetition_penalty,
@@ -242,9 +246,9 @@ class SamplingState:
                 },
             )
 
-    def asked(self, need: int) -> bool:
-        """Whether any sequence has this need."""
-        return self._users[need] > 0
+    def asked(self, need: int) -> int:
+        """How many sequences have this need."""
+        return self._users[need]
 
     def append(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Add a token drawn for each of ``slots``, all distinct, at the end of its sequence; all int64 [rows].

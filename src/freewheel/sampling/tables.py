@@ -21,8 +21,8 @@ from freewheel.sampling.pool import ListPool
 
 (
     SEED, NEEDS, EDITED_UNTIL, TEMPERATURE, TOP_K, TOP_P, MIN_P, PROMPT_LENGTH, MIN_TOKENS, REPETITION, FREQUENCY,
-    PRESENCE, EDIT_ROW, EDIT_KINDS, EDIT_LIST, LISTED_COUNT, ALTERNATIVES, COLUMNS,
-) = range(18)  # fmt: skip
+    PRESENCE, EDIT_ROW, EDIT_KINDS, EDIT_LIST, LISTED_COUNT, ALTERNATIVES, SCALE, COLUMNS,
+) = range(19)  # fmt: skip
 """Columns of the settings: int64, or float64 seen as int64."""
 
 ALLOWED, SEEN, TOUCHED, LISTED, RANKS, PLANES = range(6)
