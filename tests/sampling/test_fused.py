@@ -1,5 +1,8 @@
 """The Triton kernels say what the torch path says. Without a CUDA device they run in Triton's interpreter."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -17,6 +20,31 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT, OUTPUT = [1, 2, 3, 5, 3, 640, 7], [11, 12, 11]
 BAD_WORDS = [[20], [11, 21], [12, 11, 22], [9, 11, 23]]
 VOCAB = 700
+
+COMPILED = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from freewheel.sampling import fused, kernels
+
+inputs = "*bf16 i32 *i64 *i64 *i64 i32 *i32 *i64 *i64 *i32 *i32 *i32 *fp32 i32 i32 i32".split()
+work = "*fp32 *fp32 *fp32 *fp32 *i32 *fp32 *i32 *i32 *fp32 *fp32 *i64 *i32 *fp32 *i64 *i32 *i32 *i32 *fp32".split()
+types = {
+    "inputs": fused.Inputs(*inputs), "work": fused.Workspace(*work), "tokens": "*i64", "statuses": "*u8",
+    "out": fused.Described("*fp32", "*i64", "*i64", "*fp32", "*i64"), "slots": "*i64", "positions": "*i64",
+    "history": "*i64", "settings": "*i64", "bits": "*i32", "counts": "*i32",
+}
+everything = {"EDITS": True, "MASKED": True, "CHAINED": True, "LOGPROBS": True, "BLOCKS": 256, "IDS": 128, "WIDTH": 8}
+for name, constants in [
+    ("edit", {}), ("draw", {"TILE": 8, "ROWS": 16, "FINISH": True}), ("draw", {"TILE": 8, "ROWS": 0, "FINISH": False}),
+    ("draw_plain", {"TILE": 8, "DEMANDS": True}), ("check", {"TILE": 8}), ("finish", {}), ("append", {}),
+]:
+    kernel = getattr(kernels, name)
+    constants = {key: value for key, value in {**everything, **constants}.items() if key in kernel.arg_names}
+    signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
+    compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
+    print(name)
+"""
 
 EVERYTHING = SamplingParams(
     temperature=0.7,
@@ -231,6 +259,29 @@ def test_a_token_does_not_depend_on_the_batch() -> None:
         state = SamplingState(1, VOCAB, 64, device=DEVICE, fused=True)
         state.join(0, ASKED[row], PROMPT, seed=row, output_ids=OUTPUT)
         assert sample(state, logits[row : row + 1], [0]).tokens.tolist() == [whole[row]]
+
+
+@pytest.mark.parametrize("demanding", [[3], [0, 17], [19, 19, 19]], ids=str)
+def test_a_few_demanding_rows_among_plain_ones_change_no_token(demanding: list[int]) -> None:
+    """They are finished by another kernel than many are; a slot may have several rows, at other positions."""
+    kinds = [EVERYTHING, SamplingParams(top_k=40, logprobs=2), SamplingParams(top_p=0.6), SamplingParams(min_p=0.3)]
+    logits = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(10)) * 3
+    for kind in kinds:
+        asked = [kind if row in demanding else SamplingParams(temperature=row % 2) for row in range(20)]
+        slots = [row for row in range(20) if row not in demanding] + demanding
+        state, alone = joined(asked), joined([SamplingParams(temperature=row % 2) for row in range(20)])
+        tokens = sample(state, logits[slots], slots).tokens.tolist()
+        plain = len(slots) - len(demanding)
+        assert tokens[:plain] == sample(alone, logits[slots[:plain]], slots[:plain]).tokens.tolist()
+        theirs = sample(joined(asked, fused=False), logits[slots], slots)
+        assert tokens == theirs.tokens.tolist()
+
+
+def test_kernels_compile_for_a_gpu() -> None:
+    """The interpreter knows no types and no registers: the compiler does, and needs no GPU."""
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=COMPILED, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["edit", "draw", "draw", "draw_plain", "check", "finish", "append"]
 
 
 def test_ids_past_the_vocabulary_are_never_drawn() -> None:

@@ -12,6 +12,7 @@ from freewheel.sampling.draw import ATTEMPTS, BLOCK
 from freewheel.sampling.state import DEMANDING, EDITED, LOGPROBS, NUCLEUS, TRUNCATED, SamplingState
 
 kernels: Any = triton_kernels  # whose constants are numbers here
+driver: Any = triton.runtime.driver
 
 
 class Inputs(NamedTuple):
@@ -96,18 +97,15 @@ def workspace(rows: int, blocks: int, device: torch.device) -> Workspace:
     )
 
 
-def _addresses(places: Any) -> Any:
-    """The same tuple with addresses in place of tensors."""
-    return type(places)(*map(_address, places))
-
-
 def _address(place: Any) -> Any:
-    if isinstance(place, Tensor):
-        return place.data_ptr()
-    return _addresses(place) if isinstance(place, tuple) else place
+    """A tensor's address, or a number itself; of each one in a tuple."""
+    kind = type(place)
+    if kind is int or kind is bool:
+        return place
+    return place.data_ptr() if isinstance(place, Tensor) else tuple(map(_address, place))
 
 
-DRAW_WARPS = 4
+FINISH_WARPS = 4
 
 
 class FusedSampler:
@@ -129,9 +127,10 @@ class FusedSampler:
         self.state = state
         self.tables = state.tables
         self.cuda = state.device.type == "cuda"
-        self._workspaces: dict[int, tuple[Workspace, Workspace]] = {}
+        self._workspaces: dict[int, tuple[Workspace, Any]] = {}
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._none = torch.zeros(1, dtype=torch.int64, device=state.device)
+        self._nothing = Described(*[self._none] * 5)
 
     def sample(
         self, logits: Tensor, slots: Tensor, positions: Tensor, masks: Tensor | None, mask_rows: Tensor | None
@@ -145,27 +144,28 @@ class FusedSampler:
         rows, drawable = len(slots), state.valid_vocab_size
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         statuses = torch.empty(rows, dtype=torch.uint8, device=logits.device)
-        described = self._described(rows if logprobs else 0)
+        described = self._room(rows) if logprobs else None
         if not rows:
-            return tokens, statuses, described if logprobs else None
+            return tokens, statuses, described
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         slots, positions = slots.long().contiguous(), positions.long().contiguous()
-        if masks is not None and mask_rows is not None:
+        if masks is None or mask_rows is None:
+            masks = mask_rows = self._none
+        else:
             masks, mask_rows = masks.contiguous(), mask_rows.long().contiguous()
         inputs = Inputs(
-            logits, logits.stride(0), slots, positions, state.history, state.max_length,
-            masks if masked else self._none, mask_rows if masked else self._none,
+            logits, logits.stride(0), slots, positions, state.history, state.max_length, masks, mask_rows,
             tables.settings, tables.bits, tables.lists.entries, tables.counts, tables.values,
             tables.words, state.vocab_size, drawable,
         )  # fmt: skip
         # What a compiled kernel takes for granted besides what never changes: types, and addresses and strides that are
         # multiples of 16.
-        aligned = [tensor.data_ptr() % 16 == 0 for tensor in (logits, slots, positions, inputs.masks, inputs.mask_rows)]
-        width = described.top_ids.shape[1]
+        aligned = [tensor.data_ptr() % 16 for tensor in (logits, slots, positions, masks, mask_rows)]
+        width = described.top_ids.shape[1] if described else 0
         blocks = triton.cdiv(drawable, BLOCK)
         padded = triton.next_power_of_2(blocks)
         changes = edits > 0, masked
-        # A few demanding rows are finished where they start; so many that they fill the device, in a kernel of their own.
+        # A few demanding rows are finished where they start; many, in a kernel of their own that leaves room to read.
         few = rows < 8 or (not masked and 4 * demanding <= rows)
         sought = triton.next_power_of_2(rows) if rows >= 8 and few else 0
         ahead = demanding > 0 or masked
@@ -175,11 +175,11 @@ class FusedSampler:
         if edits:
             launch(kernels.edit, (8, rows), (), (128, chained), 4, False)
         if ahead:
-            tile = 4 if rows < 8 else 16
+            tile = 8 if few else 16
             tiles = triton.cdiv(blocks, tile)
             grid = (tiles, demanding) if sought else (min(tiles, max(8, 2048 // rows)), rows)
             constants = (tile, padded, sought, *changes, logprobs > 0, few, chained)
-            launch(kernels.draw, grid, (tokens, statuses, rows, blocks), constants, DRAW_WARPS, edits > 0)
+            launch(kernels.draw, grid, (tokens, statuses, rows, blocks), constants, 4, edits > 0)
         tile = 8 if rows < 8 else 32
         constants = tile, padded, ahead, masked, chained
         launch(kernels.draw_plain, (triton.cdiv(blocks, tile), rows), (tokens, statuses, blocks), constants, 4, ahead)
@@ -187,11 +187,12 @@ class FusedSampler:
             parts = 64 if rows < 8 else 32 if rows < 64 else 16
             launch(kernels.check, (parts, rows), (tokens, statuses, blocks), (8, *changes, chained), 4, True)
         if logprobs or nucleus or (truncated and not few):
+            args = described or self._nothing, tokens, width, blocks
             constants = (padded, triton.next_power_of_2(max(width, 1)), *changes, logprobs > 0, chained)
-            launch(kernels.finish, (rows, 1), (described, tokens, width, blocks), constants, DRAW_WARPS, True)
-        return tokens, statuses, described if logprobs else None
+            launch(kernels.finish, (rows, 1), args, constants, FINISH_WARPS, True)
+        return tokens, statuses, described
 
-    def _described(self, rows: int) -> Described:
+    def _room(self, rows: int) -> Described:
         """Room for the log probabilities of so many rows."""
         width = max(asked.alternatives for asked in self.state.settings)
 
@@ -211,13 +212,13 @@ class FusedSampler:
 
         Triton's own launch looks at every argument each time, which takes longer than the kernels do.
         """
-        stream = torch.cuda.current_stream(device).cuda_stream if self.cuda else None
-        addresses = _addresses(inputs) if self.cuda else ()
+        stream = driver.active.get_current_stream(device) if self.cuda else None
+        addresses = _address(inputs) if self.cuda else ()
         # A few sizes serve all batches. None is ever freed: a captured graph may hold its addresses.
         room = triton.next_power_of_2(rows)
         if room not in self._workspaces:
             places = workspace(room, triton.cdiv(inputs.drawable, BLOCK), inputs.logits.device)
-            self._workspaces[room] = places, _addresses(places)
+            self._workspaces[room] = places, _address(places)
         work, work_addresses = self._workspaces[room]
 
         def launch(

@@ -7,8 +7,8 @@
     finish      [rows]         what is left: one of the few candidates above a bound; log probabilities
 
 ``draw`` and ``draw_plain`` read the logits once: each program leaves the maximum and the sum of exponentials of its
-blocks, and the last program of a row to arrive draws from them. So no row waits for another, and the two run side by side:
-a few demanding rows start first, finish their whole work there, and the plain ones stream past them.
+blocks, and the last program of a row to arrive draws from them. So no row waits for another, and the two run side by
+side: a few demanding rows start first, finish their whole work there, and the plain ones stream past them.
 
 What several programs add up are integers (weights in units of 2**-40 of the largest), which no order changes, and every
 float sum is over one block or list in a fixed order: a row's bits never depend on the batch or the clock.
@@ -38,7 +38,6 @@ LOWEST = tl.constexpr(-3.4e38)  # but for -inf, which marks what is forbidden
 OK, EMPTY, NAN = (tl.constexpr(status) for status in range(3))
 CAPACITY = tl.constexpr(1024)
 FEW = tl.constexpr(128)
-STEP = tl.constexpr(8)
 
 # Composite keys order candidates by value and then by id, larger first: 32 bits of value, 20 bits of inverted id.
 ID_BITS = tl.constexpr(20)
@@ -247,10 +246,13 @@ def _changes(inputs, row, slot, position, EDITS: tl.constexpr, MASKED: tl.conste
 
 
 @triton.jit
-def _load(inputs, row, changes, blocks, wanted, EDITS: tl.constexpr, MASKED: tl.constexpr, LOOK: tl.constexpr = False):
+def _load(
+    inputs, row, changes, blocks, wanted,
+    EDITS: tl.constexpr, MASKED: tl.constexpr, LOOK: tl.constexpr = False, WAIT: tl.constexpr = False,
+):  # fmt: skip
     """Values of the row's ``blocks`` [n] that are ``wanted``, float32 [n, BLOCK]; -inf elsewhere.
 
-    LOOK: first see whether the blocks hold any id that is touched, as most don't.
+    LOOK: first see whether the blocks hold any id that is touched, as most don't. WAIT: for the edited values, if so.
     """
     edit_row, mask_row, limited = changes
     ids = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -269,6 +271,8 @@ def _load(inputs, row, changes, blocks, wanted, EDITS: tl.constexpr, MASKED: tl.
                 some = tl.max(tl.max((words != 0).to(tl.int32), 1), 0)
             if some > 0:
                 touched = inside & _bits(plane + TOUCHED * inputs.words, blocks, wanted, inputs.words)
+                if WAIT:
+                    gdc_wait()
                 edited = tl.load(inputs.edited_values + edit_row * inputs.vocab_size + ids, mask=touched, other=0.0)
                 values = tl.where(touched, edited, values)
             if limited > 0:
@@ -387,11 +391,19 @@ def _plan(settings, slot, position, DRAWS: tl.constexpr):
 
 
 @triton.jit
+def _place(weights, word):
+    """The index that a random word draws in proportion to the weights, int64 [n]; n if all are 0."""
+    return tl.sum((tl.cumsum(weights, 0) <= _share(tl.sum(weights, 0), word)).to(tl.int32), 0)
+
+
+@triton.jit
 def _attempts(
     inputs, maxima, row, changes, scale, greedy, first, second, block_maxima, peak, units, block_count,
     EDITS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Draw from the whole row, once for each word: a block in proportion to its weight, then an id inside it.
+
+    Plain rows do so in one dimension, with fewer moves between layouts.
 
     Returns:
         blocks int32 [draws], places in them int32 [draws], the blocks' values float32 [draws, BLOCK], and the row's
@@ -437,24 +449,28 @@ def draw_plain(
     if _last(work.tickets, row, tl.num_programs(0)):
         block_maxima, peak, units = _read_blocks(work.maxima, work.sums, row, scale, block_count, BLOCKS)
         healthy = _report(statuses, row, peak)
-        drawn, chosen, _, _ = _attempts(
-            inputs, work.maxima, row, changes, scale, greedy, first, second, block_maxima, peak, units, block_count,
-            False, False,
-        )  # fmt: skip
-        token = tl.sum(drawn * BLOCK + chosen, 0).to(tl.int64)
-        tl.store(tokens + row, tl.where(healthy, token, -1))
+        units = tl.where(greedy, (block_maxima == peak).to(tl.int64), units)
+        drawn = _place(units, tl.sum(first.to(tl.int64), 0))
+        level = tl.load(work.maxima + row * block_count + drawn, mask=drawn < block_count, other=0.0)
+        ids = drawn * BLOCK + tl.arange(0, BLOCK)
+        inner = tl.load(inputs.logits + row * inputs.stride + ids, mask=ids < inputs.drawable, other=-float("inf"))
+        inner = inner.to(tl.float32)
+        shares = tl.where(greedy, (inner == level).to(tl.int64), _units(tl.exp2((inner - level) * scale)))
+        token = drawn * BLOCK + _place(shares, tl.sum(second.to(tl.int64), 0))
+        tl.store(tokens + row, tl.where(healthy, token, -1).to(tl.int64))
 
 
 @triton.jit
 def _reached_by(maxima, peak, k):
-    """A number that at least k of ``maxima`` [n] reach, and few others: from counts in 254 steps below the peak."""
-    finite = maxima > -float("inf")
-    step = tl.maximum((peak - tl.min(tl.where(finite, maxima, peak), 0)) / 254, 1e-30)
-    steps = tl.where(finite, tl.minimum((peak - maxima) / step, 254.0), 255.0).to(tl.int32)
-    last = tl.sum((tl.cumsum(tl.histogram(steps, 256), 0) < k).to(tl.int32), 0)
-    # A little lower, for what was rounded. Where fewer than k are finite, whatever is finite may be among the first k.
-    reached = peak - (last + 1.001).to(tl.float32) * step - tl.abs(peak) * 1e-6
-    return tl.where(last < 255, tl.maximum(reached, LOWEST), LOWEST)
+    """A number that at least k of ``maxima`` [n] reach, and few others, by bisection; LOWEST if too few are finite."""
+    low = tl.min(tl.where(maxima > -float("inf"), maxima, peak), 0)
+    high = peak
+    for _ in range(11):
+        middle = low + (high - low) * 0.5
+        enough = tl.sum((maxima >= middle).to(tl.int32), 0) >= k
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return tl.where(tl.sum((maxima >= low).to(tl.int32), 0) >= k, low, LOWEST)
 
 
 @triton.jit
@@ -473,27 +489,31 @@ def _gather(
     KNOWN: ``_measure_more`` has seen the row. Then only blocks are read again where a second value reaches the bound.
     """
     block = tl.arange(0, BLOCKS)
+    index = row * block_count + block
     ids = work.candidates + row * CAPACITY
     values = work.candidate_values + row * CAPACITY
-    again = block_maxima >= bound
-    count = tl.zeros([], tl.int32)
+    tile: tl.constexpr = 8 if KNOWN else 32
+    reaches = block_maxima >= bound
+    again = reaches
     if KNOWN:
-        index = row * block_count + block
-        seconds = tl.load(work.seconds + index, mask=again, other=-float("inf"))
-        alone = again & (seconds < bound)
-        leaders = tl.load(work.leaders + index, mask=alone, other=0)
-        place = tl.cumsum(alone.to(tl.int32), 0) - 1
-        tl.store(ids + place, block * BLOCK + leaders, mask=alone)
-        tl.store(values + place, block_maxima, mask=alone)
-        count += tl.max(place, 0) + 1
-        again = again & (seconds >= bound)
-    known = count
-    blocks_left = _list_blocks(work, row, again, block_count, BLOCKS)
-    for start in range(0, blocks_left, STEP):
-        blocks, wanted = _listed(work, row, start, blocks_left, block_count, STEP)
+        again = reaches & (tl.load(work.seconds + index, mask=reaches, other=0.0) >= bound)
+        leaders = tl.load(work.leaders + index, mask=reaches, other=0)
+    # How many blocks have one such id, in the low half, and how many are to be read again, in the high half.
+    places = tl.cumsum(tl.where(again, 1 << 16, reaches.to(tl.int32)), 0)
+    known = tl.max(places & 0xFFFF, 0)
+    blocks_left = tl.max(places >> 16, 0)
+    if KNOWN:
+        alone = reaches & (again == 0)
+        tl.store(ids + (places & 0xFFFF) - 1, block * BLOCK + leaders, mask=alone)
+        tl.store(values + (places & 0xFFFF) - 1, block_maxima, mask=alone)
+    tl.store(work.block_list + row * block_count + (places >> 16) - 1, block, mask=again)
+    tl.debug_barrier()
+    count = known
+    for start in range(0, blocks_left, tile):
+        blocks, wanted = _listed(work, row, start, blocks_left, block_count, tile)
         read = _load(inputs, row, changes, blocks, wanted, EDITS, MASKED)
         # The kept ones as bits, 32 ids a word: few are set, so the loop over a word's bits is short.
-        kept = tl.reshape((read >= bound).to(tl.int32), [STEP, WORDS, 32])
+        kept = tl.reshape((read >= bound).to(tl.int32), [tile, WORDS, 32])
         rest = tl.sum(kept << tl.arange(0, 32)[None, None, :], 2)
         in_word = _popcount(rest)
         in_block = tl.sum(in_word, 1)
@@ -521,7 +541,6 @@ def _list_blocks(work, row, listed, block_count, BLOCKS: tl.constexpr):
     block = tl.arange(0, BLOCKS)
     listed = listed & (block < block_count)
     place = tl.cumsum(listed.to(tl.int32), 0)
-    tl.debug_barrier()  # an earlier list may still be read
     tl.store(work.block_list + row * block_count + place - 1, block, mask=listed)
     tl.store(work.listed + row, tl.max(place, 0))
     tl.debug_barrier()
@@ -548,16 +567,17 @@ def _keep(work, row, count, peak, scale, total, top_k, top_p, min_p, drawable, S
     """What truncation keeps of ``count`` candidates, at most SIZE: by comparing pairs, without a sort.
 
     Returns:
-        for each candidate [SIZE] its id, value, weight int64, rank in the total order, the weight before it, and whether
-        it is kept.
+        for each candidate [SIZE] its id, value, weight int64, rank in the total order, the weight before it, and
+        whether it is kept.
     """
+    step: tl.constexpr = 16 if SIZE == FEW else 4
     i = tl.arange(0, SIZE)
     ids, values = _candidates(work, row, i, count)
     rank = tl.zeros([SIZE], tl.int32)
     before = tl.zeros([SIZE], tl.int64)
     # A few at a time: code that is run but once costs more to fetch than to execute.
-    for start in range(0, count, STEP):
-        other_ids, others = _candidates(work, row, start + tl.arange(0, STEP), count)
+    for start in range(0, count, step):
+        other_ids, others = _candidates(work, row, start + tl.arange(0, step), count)
         others, other_ids = others[:, None], other_ids[:, None]
         ahead = (others > values[None, :]) | ((others == values[None, :]) & (other_ids < ids[None, :]))
         rank += tl.sum(ahead.to(tl.int32), 0)
@@ -636,7 +656,7 @@ def _search(
 @triton.jit
 def _draw_kept(
     inputs, work, row, slot, position, changes, bound, block_maxima, peak, scale, total, block_count,
-    BLOCKS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
+    BLOCKS: tl.constexpr, KNOWN: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Draw from what truncation keeps, all of which reaches the bound."""
     top_k = _setting(inputs.settings, slot, TOP_K)
@@ -644,7 +664,7 @@ def _draw_kept(
     min_p = _real(inputs.settings, slot, MIN_P)
     _, _, words, _ = _words(inputs.settings, slot, position, tl.arange(0, 1))
     word = tl.sum(words.to(tl.int64), 0)
-    count = _gather(inputs, work, row, changes, bound, block_maxima, block_count, BLOCKS, True, EDITS, MASKED)
+    count = _gather(inputs, work, row, changes, bound, block_maxima, block_count, BLOCKS, KNOWN, EDITS, MASKED)
     token = tl.zeros([], tl.int64)
     if count <= FEW:
         token += _pick(work, row, count, peak, scale, total, top_k, top_p, min_p, inputs.drawable, word, FEW)
@@ -674,15 +694,13 @@ def _draw_row(
     top_k = _setting(inputs.settings, slot, TOP_K)
     min_p = _real(inputs.settings, slot, MIN_P)
     greedy, first, second = _plan(inputs.settings, slot, position, ATTEMPTS)
-    if EDITS and CHAINED:
-        if changes[0] >= 0:
-            gdc_wait()
     for start in range(tl.program_id(0) * TILE, block_count, tl.num_programs(0) * TILE):
         blocks = start + tl.arange(0, TILE)
-        values = _load(inputs, row, changes, blocks, blocks < block_count, EDITS, MASKED, LOOK=True)
+        values = _load(inputs, row, changes, blocks, blocks < block_count, EDITS, MASKED, EDITS, CHAINED)
         _measure(values, scale, work.maxima, work.sums, row, blocks, block_count)
-        if (needs & TRUNCATED) != 0:
-            _measure_more(values, work.leaders, work.seconds, row, blocks, block_count)
+        if FINISH:
+            if (needs & TRUNCATED) != 0:
+                _measure_more(values, work.leaders, work.seconds, row, blocks, block_count)
         if LOGPROBS:
             if (needs & (ASKS_LOGPROBS | PROCESSED)) == ASKS_LOGPROBS:
                 raw = _load(inputs, row, changes, blocks, blocks < block_count, False, False)
@@ -734,7 +752,7 @@ def _draw_row(
                 pending -= 1
                 token = _draw_kept(
                     inputs, work, row, slot, position, changes, bound, block_maxima, peak, scale, total, block_count,
-                    BLOCKS, EDITS, MASKED,
+                    BLOCKS, True, EDITS, MASKED,
                 )  # fmt: skip
         else:
             tl.store(work.bounds + row, bound)
@@ -829,7 +847,7 @@ def check(
 
 @triton.jit
 def _logprob(values, peak, scale, log_total):
-    """Natural logarithms of probabilities; ``log_total`` is the binary one of the mass, relative to the peak's weight."""
+    """Natural logarithms of probabilities; ``log_total`` is the binary one of the mass over the peak's weight."""
     return ((values - peak) * scale - log_total) / LOG2E
 
 
@@ -853,9 +871,10 @@ def _describe_kept(
     )
     mass = tl.where(narrowed, tl.sum(tl.where(kept, weights, 0), 0), total)
     log_total = tl.log2((mass / UNIT).to(tl.float32))
+    step: tl.constexpr = 16 if SIZE == FEW else 4
     larger = tl.zeros([SIZE], tl.int32)
-    for start in range(0, count, STEP):
-        other_ids, others = _candidates(work, row, start + tl.arange(0, STEP), count)
+    for start in range(0, count, step):
+        other_ids, others = _candidates(work, row, start + tl.arange(0, step), count)
         larger += tl.sum((others[:, None] > values[None, :]).to(tl.int32), 0)
     kept = kept & (rank < wanted)
     _show(out, row, width, rank, ids, _logprob(values, peak, scale, log_total), larger, kept)
@@ -923,7 +942,7 @@ def _describe(
     inputs, work, out, row, slot, needs, edits, token, width, block_count,
     BLOCKS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Log probabilities of one row that asks for them: of the model's logits or, processed, of what was left of them."""
+    """Log probabilities of a row that asks for them: of the model's logits or, processed, of what was left of them."""
     processed = (needs & PROCESSED) != 0
     edit_row, mask_row, limited = edits
     top_k = tl.zeros([], tl.int64) + inputs.drawable
@@ -1006,10 +1025,12 @@ def finish(
             total = tl.load(work.totals + row)
             bound = tl.load(work.bounds + row)
             block = tl.arange(0, BLOCKS)
-            block_maxima = tl.load(work.maxima + row * block_count + block, mask=block < block_count, other=-float("inf"))
+            block_maxima = tl.load(
+                work.maxima + row * block_count + block, mask=block < block_count, other=-float("inf")
+            )
             token = _draw_kept(
                 inputs, work, row, slot, position, changes, bound, block_maxima, peak, scale, total, block_count,
-                BLOCKS, EDITS, MASKED,
+                BLOCKS, False, EDITS, MASKED,
             )  # fmt: skip
             tl.store(tokens + row, token)
             tl.debug_barrier()
