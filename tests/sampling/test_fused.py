@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, Literal
 
 import pytest
@@ -261,20 +262,60 @@ def test_a_token_does_not_depend_on_the_batch() -> None:
         assert sample(state, logits[row : row + 1], [0]).tokens.tolist() == [whole[row]]
 
 
-@pytest.mark.parametrize("demanding", [[3], [0, 17], [19, 19, 19]], ids=str)
-def test_a_few_demanding_rows_among_plain_ones_change_no_token(demanding: list[int]) -> None:
-    """They are finished by another kernel than many are; a slot may have several rows, at other positions."""
-    kinds = [EVERYTHING, SamplingParams(top_k=40, logprobs=2), SamplingParams(top_p=0.6), SamplingParams(min_p=0.3)]
-    logits = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(10)) * 3
-    for kind in kinds:
-        asked = [kind if row in demanding else SamplingParams(temperature=row % 2) for row in range(20)]
-        slots = [row for row in range(20) if row not in demanding] + demanding
-        state, alone = joined(asked), joined([SamplingParams(temperature=row % 2) for row in range(20)])
-        tokens = sample(state, logits[slots], slots).tokens.tolist()
-        plain = len(slots) - len(demanding)
-        assert tokens[:plain] == sample(alone, logits[slots[:plain]], slots[:plain]).tokens.tolist()
-        theirs = sample(joined(asked, fused=False), logits[slots], slots)
-        assert tokens == theirs.tokens.tolist()
+@pytest.mark.parametrize(
+    ("demanding", "params"),
+    [
+        ([3], EVERYTHING),
+        ([0, 7], SamplingParams(top_k=40, logprobs=2)),
+        ([9, 9, 9], SamplingParams(top_p=0.6)),
+        ([11], SamplingParams(min_p=0.3)),
+    ],
+    ids=str,
+)
+def test_a_few_demanding_rows_among_plain_ones_change_no_token(demanding: list[int], params: SamplingParams) -> None:
+    """They are finished by another kernel than many are. A slot may have several rows."""
+    plain = [SamplingParams(temperature=row % 2) for row in range(12)]
+    asked = [params if row in demanding else plain[row] for row in range(12)]
+    slots = [row for row in range(12) if row not in demanding] + demanding
+    logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(10)) * 3
+    tokens = sample(joined(asked), logits[slots], slots).tokens.tolist()
+    assert tokens == sample(joined(asked, fused=False), logits[slots], slots).tokens.tolist()
+    others = slots[: -len(demanding)]
+    assert tokens[: len(others)] == sample(joined(plain), logits[others], others).tokens.tolist()
+
+
+COMBINATIONS = [
+    SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    for temperature, top_k, top_p, min_p in product(
+        (0.0, 1e-8, 1.0, 1e30), (0, 1, 3, 100), (1.0, 0.9, 0.3, 1e-4), (0.0, 0.1, 1.0)
+    )
+]
+
+
+@pytest.mark.parametrize("kind", ["few values", "holes", "huge", "one value", "tiny", "two blocks", "bfloat16"])
+def test_no_combination_and_no_logits_confuse_the_kernels(kind: str) -> None:
+    """All combinations on a GPU; the interpreter is given one in nine."""
+    asked = COMBINATIONS[:: 1 if DEVICE == "cuda" else 9]
+    logits = torch.randn(len(asked), VOCAB, generator=torch.Generator().manual_seed(30))
+    if kind == "few values":
+        logits = (logits * 0.7).round()
+    elif kind == "holes":
+        logits[:, :300], logits[:, 511:513] = -torch.inf, -torch.inf
+    elif kind == "huge":
+        logits = logits.sign() * 1e4
+        logits[:, 256] = 1e4 + 1
+    elif kind == "one value":
+        logits[:] = -3.25
+    elif kind == "tiny":
+        logits = logits * 1e-40
+    elif kind == "two blocks":
+        logits[:, 5:] = -torch.inf
+        logits[:, 699] = logits[:, :5].amax(1)
+    else:
+        logits = (logits * 3).bfloat16()
+    ours, theirs = (sample(joined(asked, fused=fused), logits, range(len(asked))) for fused in (True, False))
+    different = [asked[row] for row, same in enumerate(ours.tokens.cpu() == theirs.tokens) if not same]
+    assert not different
 
 
 def test_kernels_compile_for_a_gpu() -> None:
@@ -311,33 +352,46 @@ def test_draws_have_the_distribution_of_the_contract(params: SamplingParams, voc
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device_and_a_graph_serves_changing_parameters() -> None:
-    vocab, slots = 151_936, torch.arange(len(ASKED), device="cuda")
-    asked = [params for params in ASKED if params.logprobs is None]
-    slots = torch.arange(len(asked), device="cuda")
+@pytest.mark.parametrize("share", [1, 5], ids=["all rows demanding", "one in five"])
+def test_nothing_waits_for_the_device_and_a_graph_serves_changing_parameters(share: int) -> None:
+    asked = [params if row % share == 0 else SamplingParams() for row, params in enumerate([*ASKED, *ASKED])]
+    vocab, slots = 151_936, torch.arange(len(asked), device="cuda")
     logits = torch.randn(len(asked), vocab, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).bfloat16()
-    positions = torch.full_like(slots, 10)
+    masks = torch.full((1, vocab // 32), -1, dtype=torch.int32, device="cuda")
+    rows = SampleRows(slots, torch.full_like(slots, 10), masks, torch.where(slots == 1, 0, -1))
     state = joined(asked, vocab)
     sampler = Sampler(state)
-    eager = sampler.sample(logits, SampleRows(slots, positions)).tokens
+    eager = sampler.sample(logits, rows)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        again = sampler.sample(logits, SampleRows(slots, positions)).tokens
+        again = sampler.sample(logits, rows)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = sampler.sample(logits, SampleRows(slots, positions)).tokens
-            state.append(slots, positions, captured)
+            captured = sampler.sample(logits, rows)
+            state.append(slots, rows.positions, captured.tokens)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph.replay()
-    assert again.tolist() == eager.tolist() == captured.tolist()
+    assert_equal(again, eager)
+    assert_equal(captured, eager)
     # Every slot now asks what another one asked: the same graph draws what a new state would.
     turned = asked[3:] + asked[:3]
     for slot, params in enumerate(turned):
         state.join(slot, params, PROMPT, seed=slot, output_ids=OUTPUT, end_ids=[2], bad_word_ids=BAD_WORDS)
     graph.replay()
-    fresh = Sampler(joined(turned, vocab)).sample(logits, SampleRows(slots, positions)).tokens
-    assert captured.tolist() == fresh.tolist()
+    assert_equal(captured, Sampler(joined(turned, vocab)).sample(logits, rows))
+
+
+def assert_equal(samples: Samples, others: Samples) -> None:
+    """To the last bit."""
+    assert samples.tokens.tolist() == others.tokens.tolist()
+    assert samples.status.tolist() == others.status.tolist()
+    assert samples.logprobs is not None
+    assert others.logprobs is not None
+    for name in ("token_logprobs", "ranks", "top_ids", "top_logprobs", "top_ranks"):
+        torch.testing.assert_close(
+            getattr(samples.logprobs, name), getattr(others.logprobs, name), rtol=0, atol=0, equal_nan=True
+        )
 
 
 @pytest.mark.gpu
@@ -359,9 +413,9 @@ def test_tokens_are_those_of_the_torch_path_at_full_size(vocab: int, dtype: torc
 
 
 @pytest.mark.gpu
-def test_a_token_does_not_depend_on_the_size_of_the_batch() -> None:
-    asked = [params for params in ASKED if params.logprobs is None]
-    asked = (asked * 22)[:256]
+@pytest.mark.parametrize("share", [1, 7], ids=["all rows demanding", "one in seven"])
+def test_a_token_does_not_depend_on_the_size_of_the_batch(share: int) -> None:
+    asked = [ASKED[row % len(ASKED)] if row % share == 0 else SamplingParams(temperature=row % 2) for row in range(256)]
     logits = (torch.randn(256, 151_936, generator=torch.Generator().manual_seed(2)) * 3).bfloat16()
     state = joined(asked, 151_936)
     whole = sample(state, logits, range(256)).tokens.tolist()
@@ -369,3 +423,27 @@ def test_a_token_does_not_depend_on_the_size_of_the_batch() -> None:
         for start in range(0, 192, 37):
             rows = range(start, start + size)
             assert sample(state, logits[start : start + size], rows).tokens.tolist() == whole[start : start + size]
+    for row in range(0, 256, 16):  # alone in its state, too: then its neighbours' kernels are not launched
+        alone = SamplingState(1, 151_936, 64, device=DEVICE)
+        alone.join(0, asked[row], PROMPT, seed=row, output_ids=OUTPUT, end_ids=[2], bad_word_ids=BAD_WORDS)
+        assert sample(alone, logits[row : row + 1], [0]).tokens.tolist() == [whole[row]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0])
+def test_mass_over_hundreds_of_thousands_of_tokens(spread: float) -> None:
+    """More candidates than any list holds; equal values by the thousand."""
+    asked = [
+        *[SamplingParams(top_p=p) for p in (0.05, 0.5, 0.95, 1 - 1e-7)],
+        *[SamplingParams(top_k=k, top_p=p) for k in (1000, 2000, 200_000) for p in (1.0, 0.9)],
+        SamplingParams(min_p=0.9),
+        SamplingParams(temperature=1e30, top_p=0.7, min_p=1.0),
+        SamplingParams(top_p=0.9, logprobs=5, logprobs_mode="processed"),
+        SamplingParams(logprobs=1024),
+    ]
+    logits = torch.randn(len(asked), 262_144, generator=torch.Generator().manual_seed(40)) * spread
+    ours, theirs = (
+        sample(joined(asked, 262_144, fused=f), logits.bfloat16(), range(len(asked))) for f in (True, False)
+    )
+    assert ours.tokens.tolist() == theirs.tokens.tolist()
+    assert_same_logprobs(ours, theirs)
