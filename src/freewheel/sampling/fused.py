@@ -168,7 +168,7 @@ class FusedSampler:
         changes = edits > 0, masked
         # A few demanding rows are finished where they start; many, in a kernel of their own that leaves room to read.
         few = rows < 8 or (not masked and 4 * demanding <= rows)
-        sought = _power(rows) if rows >= 8 and few else 0
+        sought = max(256, _power(rows)) if rows >= 8 and few else 0
         ahead = demanding > 0 or masked
         key = (rows, logits.dtype, inputs.stride, *aligned, *changes, ahead, few, logprobs > 0, width)
         launch = self._launcher(key, inputs, rows, logits.device.index)

@@ -461,16 +461,20 @@ def draw_plain(
 
 
 @triton.jit
-def _reached_by(maxima, peak, k):
-    """A number that at least k of ``maxima`` [n] reach, and few others, by bisection; LOWEST if too few are finite."""
-    low = tl.min(tl.where(maxima > -float("inf"), maxima, peak), 0)
+def _reached_by(values, more, peak, k):
+    """A number that at least k of ``values`` and ``more`` [n] reach, and few others, by bisection.
+
+    ``more`` are no larger than ``values``. LOWEST if too few are finite.
+    """
+    low = tl.min(tl.where(values > -float("inf"), values, peak), 0)
     high = peak
     for _ in range(11):
         middle = low + (high - low) * 0.5
-        enough = tl.sum((maxima >= middle).to(tl.int32), 0) >= k
+        enough = tl.sum((values >= middle).to(tl.int32) + (more >= middle).to(tl.int32), 0) >= k
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
-    return tl.where(tl.sum((maxima >= low).to(tl.int32), 0) >= k, low, LOWEST)
+    enough = tl.sum((values >= low).to(tl.int32) + (more >= low).to(tl.int32), 0) >= k
+    return tl.where(enough, low, LOWEST)
 
 
 @triton.jit
@@ -560,6 +564,20 @@ def _candidates(work, row, i, count):
     """Ids and values of the row's candidates number ``i`` [n]; -inf past ``count``."""
     ids = tl.load(work.candidates + row * CAPACITY + i, mask=i < count, other=0)
     return ids, tl.load(work.candidate_values + row * CAPACITY + i, mask=i < count, other=-float("inf"))
+
+
+@triton.jit
+def _narrow(work, row, count, peak, k):
+    """Leave out candidates that are not among the first k, but for a few; how many are left."""
+    i = tl.arange(0, CAPACITY)
+    ids, values = _candidates(work, row, i, count)
+    left = values >= _reached_by(values, tl.full([CAPACITY], -float("inf"), tl.float32), peak, k)
+    place = tl.cumsum(left.to(tl.int32), 0) - 1
+    tl.debug_barrier()  # all have been read
+    tl.store(work.candidates + row * CAPACITY + place, ids, mask=left)
+    tl.store(work.candidate_values + row * CAPACITY + place, values, mask=left)
+    tl.debug_barrier()
+    return tl.max(place, 0) + 1
 
 
 @triton.jit
@@ -665,6 +683,8 @@ def _draw_kept(
     _, _, words, _ = _words(inputs.settings, slot, position, tl.arange(0, 1))
     word = tl.sum(words.to(tl.int64), 0)
     count = _gather(inputs, work, row, changes, bound, block_maxima, block_count, BLOCKS, KNOWN, EDITS, MASKED)
+    if (count > FEW) & (count <= CAPACITY) & (top_k < inputs.drawable):
+        count = _narrow(work, row, count, peak, top_k)
     token = tl.zeros([], tl.int64)
     if count <= FEW:
         token += _pick(work, row, count, peak, scale, total, top_k, top_p, min_p, inputs.drawable, word, FEW)
@@ -716,7 +736,12 @@ def _draw_row(
             pending += 1
             bound += LOWEST
             if top_k <= block_count:
-                bound = _reached_by(block_maxima, peak, top_k)
+                more = tl.full([BLOCKS], -float("inf"), tl.float32)
+                if FINISH:
+                    block = tl.arange(0, BLOCKS)
+                    seconds = work.seconds + row * block_count + block
+                    more = tl.load(seconds, mask=block < block_count, other=-float("inf"))
+                bound = _reached_by(block_maxima, more, peak, top_k)
         elif healthy:
             attempt = tl.arange(0, ATTEMPTS)
             drawn, chosen, values, total = _attempts(
@@ -975,8 +1000,10 @@ def _describe(
             nucleus = peak + (tl.log2(rest) - 0.01) / scale - tl.abs(peak) * 1e-6
             bound = tl.maximum(bound, tl.maximum(nucleus, _min_p_bound(peak, scale, min_p)))
         elif first <= block_count:
-            bound = _reached_by(block_maxima, peak, first)
+            bound = _reached_by(block_maxima, tl.full([BLOCKS], -float("inf"), tl.float32), peak, first)
         count = _gather(inputs, work, row, changes, bound, block_maxima, block_count, BLOCKS, False, EDITS, MASKED)
+        if (count > FEW) & (count <= CAPACITY) & (first < inputs.drawable):
+            count = _narrow(work, row, count, peak, first)
         if count <= FEW:
             log_total = _describe_kept(
                 inputs, work, out, row, width, changes, count, peak, scale, total, top_k, top_p, min_p, wanted,
