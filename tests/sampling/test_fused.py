@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from drawing import p_value
+from drawing import Draw, p_value
 from reference import edited_logits, probabilities
 from torch import Tensor
 
@@ -26,21 +26,24 @@ COMPILED = {name: value for name, value in os.environ.items() if name != "TRITON
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from freewheel.sampling import fused, kernels
+from freewheel.sampling import baseline_kernels, fused, kernels
 
 inputs = "*bf16 i32 *i64 *i64 *i64 i32 *i32 *i64 *i64 *i32 *i32 *i32 *fp32 i32 i32 i32".split()
 work = "*fp32 *fp32 *fp32 *fp32 *i32 *fp32 *i32 *i32 *fp32 *fp32 *i64 *i32 *fp32 *i64 *i32 *i32 *i32 *fp32".split()
+work += "*i64 *fp64 *i32".split()
 types = {
     "inputs": fused.Inputs(*inputs), "work": fused.Workspace(*work), "tokens": "*i64", "statuses": "*u8",
     "out": fused.Described("*fp32", "*i64", "*i64", "*fp32", "*i64"), "slots": "*i64", "positions": "*i64",
-    "history": "*i64", "settings": "*i64", "bits": "*i32", "counts": "*i32",
+    "history": "*i64", "weights": "*fp32", "random": "*i1", "settings": "*i64", "bits": "*i32", "counts": "*i32",
 }
 everything = {"EDITS": True, "MASKED": True, "CHAINED": True, "LOGPROBS": True, "BLOCKS": 256, "IDS": 128, "WIDTH": 8}
 for name, constants in [
-    ("edit", {}), ("draw", {"TILE": 8, "ROWS": 16, "FINISH": True}), ("draw", {"TILE": 8, "ROWS": 0, "FINISH": False}),
+    ("edit", {}), ("draw", {"TILE": 8, "ROWS": 16, "ALL": False, "FINISH": True}),
+    ("draw", {"TILE": 8, "ROWS": 0, "ALL": True, "FINISH": False}),
     ("draw_plain", {"TILE": 8, "DEMANDS": True}), ("check", {"TILE": 8}), ("finish", {}), ("append", {}),
+    ("threshold", {}), ("race", {"TILE": 8}), ("spread", {"TILE": 8}),
 ]:
-    kernel = getattr(kernels, name)
+    kernel = getattr(baseline_kernels if hasattr(baseline_kernels, name) else kernels, name)
     constants = {key: value for key, value in {**everything, **constants}.items() if key in kernel.arg_names}
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
     compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
@@ -83,10 +86,17 @@ def joined(asked: Sequence[SamplingParams], vocab: int = VOCAB, *, fused: bool =
     return state
 
 
-def sample(state: SamplingState, logits: Tensor, slots: Sequence[int], position: int = 10, **masks: Tensor) -> Samples:
+def sample(
+    state: SamplingState,
+    logits: Tensor,
+    slots: Sequence[int],
+    position: int = 10,
+    draw: Draw = "two_level",
+    **masks: Tensor,
+) -> Samples:
     on = {name: mask.to(state.device) for name, mask in masks.items()}
     rows = SampleRows(*torch.tensor([list(slots), [position] * len(slots)], device=state.device), **on)
-    return Sampler(state).sample(logits.to(state.device), rows)
+    return Sampler(state, draw=draw).sample(logits.to(state.device), rows)
 
 
 def assert_same_logprobs(ours: Samples, theirs: Samples) -> None:
@@ -212,6 +222,31 @@ def test_grammar_masks_forbid_ids_of_their_rows_only() -> None:
         assert masked.status.tolist() == [Status.OK, Status.OK, Status.OK, Status.EMPTY]
 
 
+def test_gumbel_noise_is_the_same_in_the_kernels() -> None:
+    """For rows of every kind: the noise is keyed by seed, position and id, however the rest is computed."""
+    logits = torch.randn(len(ASKED), VOCAB, generator=torch.Generator().manual_seed(14)) * 2
+    logits[:, ::5] = 1.0
+    logits[4] = -torch.inf
+    rows = range(len(ASKED))
+    ours, theirs = (sample(joined(ASKED, fused=fused), logits, rows, draw="gumbel") for fused in (True, False))
+    assert ours.tokens.tolist() == theirs.tokens.tolist()
+    assert ours.status.tolist() == theirs.status.tolist()
+    assert_same_logprobs(ours, theirs)
+
+
+def test_multinomial_draws_are_among_the_kept_tokens() -> None:
+    asked = [
+        SamplingParams(temperature=0),
+        *[SamplingParams(top_k=k, top_p=p) for k, p in ((2, 1), (0, 0.2), (3, 0.5))],
+    ]
+    logits = torch.randn(len(asked), VOCAB, generator=torch.Generator().manual_seed(15)) * 2
+    for _ in range(4):
+        tokens = sample(joined(asked), logits, range(len(asked)), draw="multinomial").tokens.tolist()
+        for token, row, params in zip(tokens, logits, asked):
+            kept = probabilities(edited_logits(row.numpy(), params, PROMPT), params) > 0 if params.temperature else None
+            assert token == row.argmax() if kept is None else kept[token]
+
+
 def test_masks_of_another_width_are_refused() -> None:
     masks, rows = torch.zeros(1, 21, dtype=torch.int32), torch.tensor([0])
     for fused in (True, False):
@@ -322,7 +357,18 @@ def test_kernels_compile_for_a_gpu() -> None:
     """The interpreter knows no types and no registers: the compiler does, and needs no GPU."""
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=COMPILED, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["edit", "draw", "draw", "draw_plain", "check", "finish", "append"]
+    assert done.stdout.split() == [
+        "edit",
+        "draw",
+        "draw",
+        "draw_plain",
+        "check",
+        "finish",
+        "append",
+        "threshold",
+        "race",
+        "spread",
+    ]
 
 
 def test_ids_past_the_vocabulary_are_never_drawn() -> None:
@@ -337,12 +383,13 @@ def test_ids_past_the_vocabulary_are_never_drawn() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", ASKED[2:11], ids=range(2, 11))
 @pytest.mark.parametrize("vocab", [40, 151_936])
-def test_draws_have_the_distribution_of_the_contract(params: SamplingParams, vocab: int) -> None:
+@pytest.mark.parametrize("draw", ["two_level", "gumbel", "multinomial"])
+def test_draws_have_the_distribution_of_the_contract(params: SamplingParams, vocab: int, draw: Draw) -> None:
     count = 2**16 if vocab == 40 else 2**12
     logits = (torch.randn(vocab, generator=torch.Generator().manual_seed(8)) * 2).bfloat16()
     state = SamplingState(1, vocab, 2**17, device="cuda")
     state.join(0, params, [1, 2, 3, 3], seed=11)
-    sampler, drawn = Sampler(state), []
+    sampler, drawn = Sampler(state, draw=draw), []
     for start in range(4, count, 2**10):
         positions = torch.arange(start, start + 2**10, device="cuda")
         rows = SampleRows(torch.zeros_like(positions), positions)

@@ -7,11 +7,13 @@ import torch
 import triton
 from torch import Tensor
 
+from freewheel.sampling import baseline_kernels
 from freewheel.sampling import kernels as triton_kernels
 from freewheel.sampling.draw import ATTEMPTS, BLOCK
 from freewheel.sampling.state import DEMANDING, EDITED, LOGPROBS, NUCLEUS, TRUNCATED, SamplingState
 
 kernels: Any = triton_kernels  # whose constants are numbers here
+baselines: Any = baseline_kernels
 driver: Any = triton.runtime.driver
 
 
@@ -57,6 +59,9 @@ class Workspace(NamedTuple):
     block_list: Any
     candidates: Any
     candidate_values: Any
+    floors: Any
+    race_scores: Any
+    race_ids: Any
 
 
 class Described(NamedTuple):
@@ -94,6 +99,9 @@ def workspace(rows: int, blocks: int, device: torch.device) -> Workspace:
         block_list=room(torch.int32, blocks),
         candidates=room(torch.int32, kernels.CAPACITY.value),
         candidate_values=room(torch.float32, kernels.CAPACITY.value),
+        floors=room(torch.int64),
+        race_scores=room(torch.float64, baselines.PARTS.value),
+        race_ids=room(torch.int32, baselines.PARTS.value),
     )
 
 
@@ -116,8 +124,8 @@ class FusedSampler:
     device. A captured graph serves as long as these needs stay and the storage of ``state.tables`` does not move.
     """
 
-    def __init__(self, state: SamplingState) -> None:
-        """Sample for the sequences of ``state``, which has tables.
+    def __init__(self, state: SamplingState, draw: str = "two_level") -> None:
+        """Sample for the sequences of ``state``, which has tables, in one of the three ways of ``Sampler``.
 
         Raises:
             ValueError: a vocabulary of more than 2**20 ids.
@@ -126,6 +134,7 @@ class FusedSampler:
         if state.vocab_size > 1 << kernels.ID_BITS.value:
             raise ValueError(f"the vocabulary has {state.vocab_size} ids, more than the kernels' limit of 2**20")
         self.state = state
+        self.draw = draw
         self.tables = state.tables
         self.cuda = state.device.type == "cuda"
         self._workspaces: dict[int, tuple[Workspace, Any]] = {}
@@ -167,9 +176,10 @@ class FusedSampler:
         blocks, padded = self._blocks, _power(self._blocks)
         changes = edits > 0, masked
         # A few demanding rows are finished where they start; many, in a kernel of their own that leaves room to read.
-        few = rows < 8 or (not masked and 4 * demanding <= rows)
+        apart = self.draw != "two_level"
+        few = not apart and (rows < 8 or (not masked and 4 * demanding <= rows))
         sought = max(256, _power(rows)) if rows >= 8 and few else 0
-        ahead = demanding > 0 or masked
+        ahead = apart or demanding > 0 or masked
         key = (rows, logits.dtype, inputs.stride, *aligned, *changes, ahead, few, logprobs > 0, width)
         launch = self._launcher(key, inputs, rows, logits.device.index)
         chained = self.cuda
@@ -179,19 +189,38 @@ class FusedSampler:
             tile = 8 if few or rows < 64 else 16
             tiles = -(-blocks // tile)
             grid = (tiles, demanding) if sought else (min(tiles, max(8, 2048 // rows)), rows)
-            constants = (tile, padded, sought, *changes, logprobs > 0, few, chained)
+            constants = (tile, padded, sought, apart, *changes, logprobs > 0, few, chained)
             launch(kernels.draw, grid, (tokens, statuses, rows, blocks), constants, 8 if few else 4, edits > 0)
-        tile = 8 if rows < 8 else 32
-        constants = tile, padded, ahead, masked, chained
-        launch(kernels.draw_plain, (-(-blocks // tile), rows), (tokens, statuses, blocks), constants, 4, ahead)
-        if nucleus:
+        if apart:
+            tokens = self._draw_apart(launch, tokens, statuses, rows, changes)
+        else:
+            tile = 8 if rows < 8 else 32
+            constants = tile, padded, ahead, masked, chained
+            launch(kernels.draw_plain, (-(-blocks // tile), rows), (tokens, statuses, blocks), constants, 4, ahead)
+        if nucleus and not apart:
             parts = 64 if rows < 8 else 32 if rows < 64 else 16
             launch(kernels.check, (parts, rows), (tokens, statuses, blocks), (8, *changes, chained), 4, True)
-        if logprobs or nucleus or (truncated and not few):
+        if logprobs or (not apart and (nucleus or (truncated and not few))):
             args = described or self._nothing, tokens, width, blocks
             constants = (padded, _power(width), *changes, logprobs > 0, chained)
-            launch(kernels.finish, (rows, 1), args, constants, 8, True)
+            launch(kernels.finish, (rows, 1), args, constants, 8, not apart)
         return tokens, statuses, described
+
+    def _draw_apart(
+        self, launch: Callable[..., None], tokens: Tensor, statuses: Tensor, rows: int, changes: tuple[bool, bool]
+    ) -> Tensor:
+        """The tokens of all rows, by Gumbel noise or by torch's multinomial draw; those of greedy rows are there."""
+        blocks = self._blocks
+        launch(baselines.threshold, (rows, 1), (statuses, blocks), (_power(blocks), *changes), 8, False)
+        if self.draw == "gumbel":
+            parts = min(-(-blocks // 8), baselines.PARTS.value)
+            launch(baselines.race, (parts, rows), (tokens, statuses, blocks), (8, *changes), 4, False)
+            return tokens
+        weights = torch.empty(rows, self.state.valid_vocab_size, device=tokens.device)
+        random = torch.empty(rows, dtype=torch.bool, device=tokens.device)
+        args = weights, random, statuses, blocks
+        launch(baselines.spread, (-(-blocks // 8), rows), args, (8, *changes), 4, False)
+        return weights.multinomial(1)[:, 0].where(random, tokens)
 
     def _room(self, rows: int) -> Described:
         """Room for the log probabilities of so many rows."""

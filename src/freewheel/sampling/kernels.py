@@ -622,6 +622,20 @@ def _pick(work, row, count, peak, scale, total, top_k, top_p, min_p, drawable, w
 
 
 @triton.jit
+def _kept_bound(block_maxima, peak, scale, total, top_k, top_p, min_p, drawable, block_count, BLOCKS: tl.constexpr):
+    """A number that everything reaches which truncation keeps."""
+    bound = tl.full([], LOWEST, tl.float32)
+    if top_k == drawable:
+        # What lies below can't hold all that top-p leaves out, even if everything did.
+        rest = ((1.0 - top_p) * (total / UNIT) / drawable).to(tl.float32)
+        nucleus = peak + (tl.log2(rest) - 0.01) / scale - tl.abs(peak) * 1e-6
+        bound = tl.maximum(bound, tl.maximum(nucleus, _min_p_bound(peak, scale, min_p)))
+    elif top_k <= block_count:
+        bound = _reached_by(block_maxima, tl.full([BLOCKS], -float("inf"), tl.float32), peak, top_k)
+    return bound
+
+
+@triton.jit
 def _search(
     inputs, row, changes, peak, scale, total, top_k, top_p, min_p, word, block_count,
     STAGES: tl.constexpr, TILE: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
@@ -790,12 +804,12 @@ def _draw_row(
 @triton.jit
 def draw(
     inputs, work, tokens, statuses, rows, block_count,
-    TILE: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr,
-    LOGPROBS: tl.constexpr, FINISH: tl.constexpr, CHAINED: tl.constexpr,
+    TILE: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, ALL: tl.constexpr, EDITS: tl.constexpr,
+    MASKED: tl.constexpr, LOGPROBS: tl.constexpr, FINISH: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of the rows that ask for more than a plain draw, but for those left to the kernels after it.
+    """Tokens of the rows that ask for more than a plain draw, or of ALL, but for those left to the kernels after it.
 
-    ROWS is 0 where the grid has a program for each row, demanding or not; else it is a power of two, at least their
+    ROWS is 0 where the grid has programs for each row, demanding or not; else it is a power of two, at least their
     number, and the programs share the demanding ones.
     """
     if CHAINED:
@@ -813,7 +827,7 @@ def draw(
             number += tl.num_programs(1)
     else:
         slot = tl.load(inputs.slots + number)
-        if _demands(inputs, number, slot, tl.load(inputs.positions + number), MASKED):
+        if ALL or _demands(inputs, number, slot, tl.load(inputs.positions + number), MASKED):
             _draw_row(
                 inputs, work, tokens, statuses, number, block_count, TILE, BLOCKS, EDITS, MASKED, LOGPROBS, FINISH,
                 CHAINED,
@@ -993,14 +1007,7 @@ def _describe(
     log_total = tl.log2((total / UNIT).to(tl.float32))
     first = tl.where(narrowed, top_k, wanted)
     if first > 0:
-        bound = tl.full([], LOWEST, tl.float32)
-        if narrowed & (top_k == inputs.drawable):
-            # What lies below can't hold all that top-p leaves out, even if everything did.
-            rest = ((1.0 - top_p) * (total / UNIT) / inputs.drawable).to(tl.float32)
-            nucleus = peak + (tl.log2(rest) - 0.01) / scale - tl.abs(peak) * 1e-6
-            bound = tl.maximum(bound, tl.maximum(nucleus, _min_p_bound(peak, scale, min_p)))
-        elif first <= block_count:
-            bound = _reached_by(block_maxima, tl.full([BLOCKS], -float("inf"), tl.float32), peak, first)
+        bound = _kept_bound(block_maxima, peak, scale, total, first, top_p, min_p, inputs.drawable, block_count, BLOCKS)
         count = _gather(inputs, work, row, changes, bound, block_maxima, block_count, BLOCKS, False, EDITS, MASKED)
         if (count > FEW) & (count <= CAPACITY) & (first < inputs.drawable):
             count = _narrow(work, row, count, peak, first)

@@ -88,10 +88,10 @@ class Sampler:
         self.state = state
         self._draw = draws[draw]()
         self._fused = None
-        if state.tables is not None and draw == "two_level":
+        if state.tables is not None:
             from freewheel.sampling.fused import FusedSampler  # only here: it imports Triton
 
-            self._fused = FusedSampler(state)
+            self._fused = FusedSampler(state, draw)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Samples:
         """Draw a token for each row. The caller appends it to the state before it draws the sequence's next one.
