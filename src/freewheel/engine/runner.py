@@ -78,7 +78,8 @@ class Launched:
                 rows = self.samples.logprobs.rows
                 described = describe(self.samples.tokens[rows], self.samples.logprobs)
                 for row, logprob in zip(rows.tolist(), described):
-                    logprobs[row] = logprob
+                    if logprob.ranks[0]:  # 0: the row did not ask
+                        logprobs[row] = logprob
         return StepResult(tokens, statuses, logprobs, [describe(*scored) for scored in self.scores])
 
 

@@ -17,7 +17,8 @@ class Logprobs:
     """Log probabilities of the rows that asked for them.
 
     Attributes:
-        rows: int64 [m], the rows of the batch, ascending.
+        rows: int64 [m], the rows of the batch, ascending. The kernels describe all of them: a row that did not ask or
+            has no token then has NaN, the rank 0 and no alternatives.
         token_logprobs: float32 [m], of the tokens themselves; -inf for an id past the vocabulary, NaN for a row whose
             largest logit is not finite (no alternatives are listed for such a row).
         ranks: int64 [m], 1 plus the number of ids with a strictly larger logit.
