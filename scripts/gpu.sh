@@ -4,6 +4,7 @@
 #   sampler    freewheel bench sampler on random logits, with a plot
 #   real       the same on the recorded logits in .logits/ (freewheel bench sampler --record), beside torch alone
 #   softmax    softmax in one pass and in two
+#   bytes      what the sampler reads and writes, counted by the GPU; needs NVIDIA's ncu
 # Logs, JSON and plots go to $OUT (default: gpu-results); a short table comes last. Wheels in .whl/ fill what python3
 # lacks.
 set -uo pipefail
@@ -39,6 +40,9 @@ for part in "${@:-tests}"; do
         ;;
     softmax)
         bench softmax --softmax
+        ;;
+    bytes)
+        bench bytes --bytes --vocab 151936
         ;;
     *)
         echo "unknown part: $part" >&2

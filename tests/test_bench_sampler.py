@@ -1,6 +1,7 @@
 """``freewheel bench sampler``: what it measures, and that other ways draw from the same distribution."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from freewheel.bench.counters import COUNTED, READ, WRITTEN, Traffic, count, find_ncu, parse, print_counts
 from freewheel.bench.draws import CASES, EVERYTHING, ONE, SYSTEMS, freewheel_draw, torch_draw, transformers_draw
 from freewheel.bench.logits import PROMPTS, random_logits, read_recording, record, recorded_logits
 from freewheel.bench.sampler import SamplerResult, Timing, measure_softmax, plot, print_softmax
@@ -53,6 +55,9 @@ def test_only_the_named_systems_are_measured(capsys: pytest.CaptureFixture[str])
         ["--systems", "flashinfer"],
         ["--device", "xpu"],
         ["--softmax"],
+        ["--bytes"],
+        ["--bytes", "--softmax"],
+        ["--bytes", "--record", "new.safetensors"],
         ["--logits", "missing.safetensors"],
         ["--vocab", "300", "--logits", "missing.safetensors"],
         ["--positions", "0", "--record", "new.safetensors"],
@@ -154,6 +159,111 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     ]
     plot(results, "title", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def ncu_line(number: int, kernel: str, metric: str, value: str) -> str:
+    cells = [str(number), "466", "python3.12", "127.0.0.1", kernel, "1", "7", "(128, 1, 1)", "(19, 32, 1)", "0", "9.0"]
+    return ",".join(f'"{cell}"' for cell in [*cells, "Command line profiler metrics", metric, "sector", value]) + "\n"
+
+
+def ncu_output(*kernels: tuple[str, str, str]) -> str:
+    """What ncu prints about kernels: the name of each, and how many sectors it read and wrote."""
+    lines = [
+        "==PROF== Connected to process 466 (/usr/bin/python3.12)\n",
+        'the program\'s own line, with "quotes"\n',
+        "==PROF== Disconnected from process 466\n",
+        '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size",'
+        '"Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"\n',
+    ]
+    for number, (kernel, read, written) in enumerate(kernels):
+        lines += [ncu_line(number, kernel, READ, read), ncu_line(number, kernel, WRITTEN, written)]
+    return "".join(lines)
+
+
+NCU_MARKER = ("at::cuda::<unnamed>::spin_kernel(long)", "0", "0")
+
+
+def ncu_that_prints(folder: Path, output: str, status: int = 0) -> str:
+    """A program that prints this, whatever it is to run."""
+    (folder / "output").write_text(output)
+    (folder / "ncu").write_text(f"#!/bin/sh\ncat '{folder}/output'\nexit {status}\n")
+    (folder / "ncu").chmod(0o755)
+    return str(folder / "ncu")
+
+
+def test_counts_are_read_from_the_output_of_ncu() -> None:
+    output = ncu_output(
+        ("elementwise_kernel", "7", "7"),  # before the first call
+        NCU_MARKER,
+        ("draw_plain", "311,257", "5,760"),
+        ("spin_kernel", "0", "0"),
+        ("draw", "1,313,970", "8,576"),
+        ("void <unnamed>::elementwise_kernel_with_index<int, at::arange_cuda_out(at::Tensor &)>(T1, T2)", "1", "0"),
+        ("draw", "30", "4"),
+    )
+    assert parse(output + "==WARNING== a last word\n") == [
+        {"draw_plain": Traffic(32 * 311257, 32 * 5760)},
+        {"draw": Traffic(32 * 1314000, 32 * 8580), "elementwise_kernel_with_index": Traffic(32, 0)},
+    ]
+    assert (
+        parse("==PROF== Connected to process 466 (/usr/bin/python3.12)\n==WARNING== No kernels were profiled.\n") == []
+    )
+    with pytest.raises(RuntimeError, match="does not count"):
+        parse(ncu_output(NCU_MARKER, ("draw", "n/a", "n/a")))
+
+
+def test_counts_are_shared_out_among_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [kernel for _ in COUNTED for kernel in (NCU_MARKER, ("draw", "1,000", "4"), ("finish", "200", "6"))]
+    results = count(ncu_that_prints(tmp_path, ncu_output(*calls)), 300, 2, "bfloat16", "cuda", None)
+    assert [result.case for result in print_counts(results)] == list(COUNTED)
+    for result in results:
+        assert (result.vocab, result.batch, result.logits) == (300, 2, 600)
+        assert result.kernels == {"draw": Traffic(16000, 64), "finish": Traffic(3200, 96)}
+        assert result.total == Traffic(19200, 160)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1].split() == ["greedy", "300", "2", "600", "19200", "160", "32.267"]
+    assert printed[2].split() == ["draw", "16000", "64", "26.773"]
+
+
+def test_what_keeps_ncu_from_counting_is_said(tmp_path: Path) -> None:
+    refusal = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters"
+    output = f"==PROF== Connected to process 466 (/usr/bin/python3.12)\n{refusal} on device 0.\n"
+    with pytest.raises(RuntimeError, match=f"counted 0 of {len(COUNTED)} calls: {refusal}"):
+        count(ncu_that_prints(tmp_path, output, 1), 300, 2, "bfloat16", "cuda", None)
+    with pytest.raises(RuntimeError, match=f"counted 1 of {len(COUNTED) - 1} calls"):
+        count(ncu_that_prints(tmp_path, ncu_output(NCU_MARKER, ("draw", "1", "1"))), 300, 1, "bfloat16", "cuda", None)
+
+
+def test_a_missing_ncu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match="bytes: NVIDIA's ncu is neither on the PATH nor in /usr/local/cuda/bin"):
+        find_ncu()
+
+
+def test_bytes_of_others_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for option in ("--systems", "--plot"):
+        assert main(["bench", "sampler", "--device", "cuda", "--bytes", option, "torch"]) == 2
+        assert capsys.readouterr().err.startswith(f"freewheel: error: {option[2:]}")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (shutil.which("ncu") or shutil.which("/usr/local/cuda/bin/ncu")), reason="needs NVIDIA's ncu")
+def test_a_gpu_counts_what_is_read_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    options = ["--device", "cuda", "--vocab", "151936", "--dtype", "bfloat16", "--json", str(path)]
+    assert main(["bench", "sampler", "--bytes", *options]) == 0
+    results = json.loads(path.read_text())["results"]
+    assert [result["case"] for result in results] == list(COUNTED)
+    for result in results:
+        read, written = result["total"]["read"], result["total"]["written"]
+        assert result["logits"] == 2 * 151936
+        assert result["logits"] <= read < 3 * result["logits"]
+        assert 0 < written < result["logits"] / 5
+        if result["case"] in ("greedy", "temperature"):
+            assert result["kernels"].keys() == {"draw_plain"}
+            assert read + written < 1.1 * result["logits"]
+    assert "draw_plain" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -185,10 +185,17 @@ def usable_systems(names: str | None, device: str) -> dict[str, Maker]:
     return systems
 
 
-def workloads(systems: Mapping[str, Maker], logits: "Tensor") -> Iterator[tuple[str, dict[str, Draw]]]:
+def cases_of(cases: Mapping[str, Fields], batch: int) -> Iterator[tuple[str, list[Fields]]]:
+    """Each case, but for ``ONE`` without other rows, and what every row of the batch asks in it."""
+    for case, fields in cases.items():
+        if case != ONE or batch > 1:
+            yield case, [EVERYTHING if case == ONE and not row else fields for row in range(batch)]
+
+
+def workloads(
+    systems: Mapping[str, Maker], logits: "Tensor", cases: Mapping[str, Fields] = CASES
+) -> Iterator[tuple[str, dict[str, Draw]]]:
     """Each case, and a draw of every system that can do it, for logits [batch, vocab]."""
-    for case, fields in CASES.items():
-        if case != ONE or len(logits) > 1:
-            requests = [EVERYTHING if case == ONE and not row else fields for row in range(len(logits))]
-            draws = {name: make(requests, logits) for name, make in systems.items()}
-            yield case, {name: draw for name, draw in draws.items() if draw}
+    for case, requests in cases_of(cases, len(logits)):
+        draws = {name: make(requests, logits) for name, make in systems.items()}
+        yield case, {name: draw for name, draw in draws.items() if draw}

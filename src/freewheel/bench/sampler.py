@@ -3,7 +3,8 @@
 All systems run in one process, in turn, on the same logits: random ones, or a model's own that ``--record`` has kept.
 The floor is one read of the logits at the speed at which this machine reads or copies memory. A figure is the median
 over rounds of the median call. On a GPU a call is what it takes inside a CUDA graph, over so many logits that they
-don't fit its cache; beside it stands the time that the host needs for an eager call.
+don't fit its cache; beside it stands the time that the host needs for an eager call. ``--bytes`` counts what this
+engine's sampler reads and writes, in place of time.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freewheel.bench import machine
+from freewheel.bench.counters import count, find_ncu, print_counts
 from freewheel.bench.draws import CASES, SYSTEMS, TEMPERATURE, Maker, usable_systems, workloads
 from freewheel.bench.logits import MIN_VOCAB, random_logits, read_recording, record, recorded_logits
 from freewheel.bench.timing import CALLS, bandwidth, count_launches, device_name, host_time, median_times
@@ -29,6 +31,7 @@ Source = Callable[[int, int], "Tensor"]  # from vocabulary and batch to logits [
 BATCHES, VOCABS = "1,8", "49152,151936"
 SOFTMAX_VOCABS = "8192,32768,49152,65536,131072"
 SOFTMAX_BATCHES = "1,32,128,256"
+BYTES_BATCHES = "32"
 
 
 @dataclass(frozen=True)
@@ -144,10 +147,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mode.add_argument(
         "--softmax", action="store_true", help="measure softmax, in one pass and in two, in place of the sampler"
     )
+    parser.add_argument(
+        "--bytes",
+        action="store_true",
+        help="count what freewheel reads and writes, in place of time; needs NVIDIA's ncu",
+    )
     parser.add_argument("--model", default="smollm2", help="of --record: name, folder or file (default: %(default)s)")
     parser.add_argument("--positions", type=int, default=256, help="of --record: rows (default: %(default)s)")
     parser.add_argument(
-        "--batch", help=f"batch sizes, separated by commas (default: {BATCHES}; of --softmax {SOFTMAX_BATCHES})"
+        "--batch",
+        help=f"batch sizes, separated by commas (default: {BATCHES}; of --softmax {SOFTMAX_BATCHES}; of --bytes "
+        f"{BYTES_BATCHES})",
     )
     parser.add_argument(
         "--vocab", help=f"vocabulary sizes, likewise (default: {VOCABS}; of --softmax {SOFTMAX_VOCABS})"
@@ -163,11 +173,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Record; or measure, print one table line for each case and size, write JSON and draw."""
+    """Record; or measure or count, print one table line for each case and size, write JSON and draw."""
+    if args.bytes and (args.record or args.softmax):
+        raise ValueError("bytes: not together with --record or --softmax")
     if args.record:
         run_record(args)
         return
     _check(args)
+    ncu = find_ncu() if args.bytes else ""
     recording = read_recording(args.logits) if args.logits else None
     if recording:
         vocabs = [recording.rows.shape[1]]
@@ -176,23 +189,29 @@ def run(args: argparse.Namespace) -> None:
     else:
         vocabs = _numbers("vocab", args.vocab or (SOFTMAX_VOCABS if args.softmax else VOCABS), MIN_VOCAB)
         dtype, origin = args.dtype or "float32", "random"
-    batches = _numbers("batch", args.batch or (SOFTMAX_BATCHES if args.softmax else BATCHES), 1)
-    systems = {} if args.softmax else usable_systems(args.systems, args.device)
+    default = SOFTMAX_BATCHES if args.softmax else BYTES_BATCHES if args.bytes else BATCHES
+    batches = _numbers("batch", args.batch or default, 1)
+    systems = {} if args.softmax or args.bytes else usable_systems(args.systems, args.device)
 
     def source(vocab: int, batch: int) -> "Tensor":
         if recording:
             return recorded_logits(recording.rows, batch, dtype, args.device)
         return random_logits(batch, vocab, dtype, args.device)
 
-    bytes_per_s, device = bandwidth(args.device), device_name(args.device)
+    device, sizes = device_name(args.device), [(vocab, batch) for vocab in vocabs for batch in batches]
+    report: dict[str, Any] = {"machine": machine.describe(), "device": device, "dtype": dtype, "logits": origin}
     print(f"machine    {machine.describe()}")
-    print(f"bandwidth  {bytes_per_s / 1e9:.1f} GB/s, measured now on {device}")
+    if args.bytes:
+        bytes_per_s, figures = 0.0, f"bytes a row, counted by {device} between its cores and its L2 cache"
+    else:
+        bytes_per_s, figures = bandwidth(args.device), f"microseconds a call, median of {args.rounds} rounds"
+        report["bytes_per_s"] = bytes_per_s
+        print(f"bandwidth  {bytes_per_s / 1e9:.1f} GB/s, measured now on {device}")
     print(f"logits     {dtype}, {origin}")
-    print(f"figures    microseconds a call, median of {args.rounds} rounds")
-    report: dict[str, Any] = {"machine": machine.describe(), "device": device, "bytes_per_s": bytes_per_s}
-    report |= {"dtype": dtype, "logits": origin}
-    sizes = [(vocab, batch) for vocab in vocabs for batch in batches]
-    if args.softmax:
+    print(f"figures    {figures}", flush=True)
+    if args.bytes:
+        results = print_counts(one for size in sizes for one in count(ncu, *size, dtype, args.device, args.logits))
+    elif args.softmax:
         results = print_softmax(measure_softmax(sizes, source, args.rounds, bytes_per_s))
     else:
         results = print_results(measure(systems, sizes, source, args.rounds, bytes_per_s), systems)
@@ -270,8 +289,12 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("vocab: the file of --logits has its own")
     if args.softmax and args.device == "cpu":
         raise ValueError("softmax: the kernels need --device cuda")
-    if args.softmax and args.plot:
-        raise ValueError("plot: --softmax has none")
+    if args.bytes and args.device == "cpu":
+        raise ValueError("bytes: a GPU counts them; add --device cuda")
+    if args.bytes and args.systems:
+        raise ValueError("systems: --bytes counts freewheel's alone")
+    if args.plot and (args.softmax or args.bytes):
+        raise ValueError("plot: --softmax and --bytes have none")
 
 
 def _numbers(name: str, text: str, least: int) -> list[int]:
