@@ -80,6 +80,7 @@ def make_engine(
     caching: bool = True,
     seed: int | None = None,
     draw: Draw = "two_level",
+    lookahead: int = 0,
 ) -> tuple[Engine, MockDecoder]:
     """An engine over the mock decoder."""
     decoder = MockDecoder()
@@ -91,6 +92,7 @@ def make_engine(
         enable_prefix_caching=caching,
         seed=seed,
         draw=draw,
+        lookahead=lookahead,
     )
     pool = KVPool(storage, slots=slots)
     engine = Engine(decoder, pool, config, max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids={EOS})

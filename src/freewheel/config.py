@@ -18,6 +18,8 @@ class EngineConfig:
         kv_cache_memory: bytes for the key-value cache; None: what ``max_num_seqs`` full sequences need, but at most a
             third of the memory that is free.
         enable_prefix_caching: reuse the keys and values of beginnings that requests share.
+        lookahead: steps that are launched before the results of an earlier one are read, so that the device does not
+            wait for the host; None: 1 on CUDA devices, and 0 on CPUs, where there is nobody to wait for.
         draw: how tokens are drawn; see :mod:`freewheel.sampling.draw`.
         seed: makes requests without a seed of their own repeatable, in the order in which they are added; a signed
             64-bit integer. With ``draw="multinomial"`` there are no seeds, here or in requests.
@@ -32,6 +34,7 @@ class EngineConfig:
     page_size: int = 16
     kv_cache_memory: int | None = None
     enable_prefix_caching: bool = True
+    lookahead: int | None = None
     draw: Draw = "two_level"
     seed: int | None = None
 
@@ -46,6 +49,9 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}), so that every running sequence can advance in a step"
             )
+        ahead = self.lookahead
+        if ahead is not None and (isinstance(ahead, bool) or not isinstance(ahead, int) or not 0 <= ahead <= 8):
+            raise ValueError(f"lookahead must be an integer from 0 to 8 or None, not {ahead!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching must be True or False, not {self.enable_prefix_caching!r}")
         if self.draw not in ("two_level", "gumbel", "multinomial"):

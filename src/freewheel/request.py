@@ -83,6 +83,9 @@ class Sequence:
 
     ``tokens`` is prompt plus output. ``computed`` of them have their keys and values in ``pages``, of which the first
     ``node.depth`` belong to the prefix tree. ``slot`` is -1 while it waits; then it holds no pages either.
+
+    Steps may be in flight whose results are not here yet: rows are ``launched`` up to that position, and ``pending``
+    tokens more will follow. What is in flight for another ``stay`` than the present one is void.
     """
 
     __slots__ = (
@@ -91,10 +94,12 @@ class Sequence:
         "followers",
         "index",
         "key",
+        "launched",
         "leader",
         "max_length",
         "node",
         "pages",
+        "pending",
         "preempted",
         "prompt_length",
         "prompt_logprobs",
@@ -102,6 +107,7 @@ class Sequence:
         "request",
         "seed",
         "slot",
+        "stay",
         "stop_ids",
         "tokens",
     )
@@ -130,6 +136,9 @@ class Sequence:
         self.slot = -1
         self.pages: list[int] = []
         self.computed = 0
+        self.launched = 0
+        self.pending = 0
+        self.stay = 0  # how often it has left its slot
         self.node = node
         self.cached_tokens = 0
         self.preempted = False
@@ -138,6 +147,11 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if scores else None
         self.leader: Sequence | None = None  # the choice whose prompt this one waits for
         self.followers: list[Sequence] = []  # choices that wait for this one's prompt
+
+    @property
+    def length(self) -> int:
+        """Tokens known or drawn in a step in flight."""
+        return len(self.tokens) + self.pending
 
     @property
     def output_ids(self) -> list[int]:

@@ -82,32 +82,39 @@ def expected(requests: list[Request]) -> dict[tuple[str, int], tuple]:
 class TestSameTokens:
     """Neighbours, batch size, prefix cache, chunks and preemption change nothing."""
 
+    @pytest.mark.parametrize("lookahead", [0, 1, 3])
     @pytest.mark.parametrize("caching", [True, False])
     @pytest.mark.parametrize(("slots", "budget"), [(2, 32), (2, 3), (7, 7), (7, 40), (32, 64), (32, 512)])
     def test_in_batches_and_chunks(
-        self, requests: list[Request], expected: dict, slots: int, budget: int, caching: bool
+        self, requests: list[Request], expected: dict, slots: int, budget: int, caching: bool, lookahead: int
     ) -> None:
-        engine, _ = make_engine(slots=slots, budget=budget, caching=caching)
+        engine, _ = make_engine(slots=slots, budget=budget, caching=caching, lookahead=lookahead)
         assert results(run(engine, requests)) == expected
         assert_empty(engine)
-        assert engine.preemptions == 0 or slots < 32  # priorities may preempt for a slot, but there is no want of pages
+        # Priorities may preempt for a slot, held a little longer with steps in flight; there is no want of pages.
+        assert engine.preemptions == 0 or slots < 32 or lookahead
 
+    @pytest.mark.parametrize("lookahead", [0, 1, 3])
     @pytest.mark.parametrize("caching", [True, False])
     @pytest.mark.parametrize("page_size", [1, 4, 16])
     def test_after_forced_preemption(
-        self, requests: list[Request], expected: dict, page_size: int, caching: bool
+        self, requests: list[Request], expected: dict, page_size: int, caching: bool, lookahead: int
     ) -> None:
-        engine, _ = make_engine(slots=16, pages=80 // page_size, page_size=page_size, budget=24, caching=caching)
+        pages, budget = 80 // page_size, 24
+        engine, _ = make_engine(
+            slots=16, pages=pages, page_size=page_size, budget=budget, caching=caching, lookahead=lookahead
+        )
         assert results(run(engine, requests)) == expected
         assert engine.preemptions > 0
         assert_empty(engine)
 
+    @pytest.mark.parametrize("lookahead", [0, 1, 3])
     @pytest.mark.parametrize("seed", range(4))
-    def test_with_neighbours_that_join_and_are_aborted(self, seed: int) -> None:
+    def test_with_neighbours_that_join_and_are_aborted(self, seed: int, lookahead: int) -> None:
         rng = random.Random(seed)
         requests = workload(seed + 10, 24)
         expected = alone(requests)
-        engine, _ = make_engine(slots=6, pages=40, budget=16, caching=seed % 2 == 0)
+        engine, _ = make_engine(slots=6, pages=40, budget=16, caching=seed % 2 == 0, lookahead=lookahead)
         collected: dict[tuple[str, int], Collected] = {}
         queue, noise = list(requests), 0
         while queue or engine.has_unfinished:
@@ -386,15 +393,41 @@ class TestRefusals:
             make_engine(pages=15)
 
 
+class TestLookahead:
+    def test_steps_are_launched_before_the_results_of_earlier_ones_are_read(self) -> None:
+        engine, decoder = make_engine(lookahead=2)
+        engine.add(make_request("a", [1, 2], max_tokens=4, ignore_eos=True))
+        brought, launched = [], []
+        while engine.has_unfinished:
+            brought.append(sum(len(output.token_ids) for output in engine.step()))
+            launched.append(len(decoder.batches))
+        assert brought == [0, 0, 1, 1, 1, 1]
+        assert launched == [1, 2, 3, 4, 4, 4]  # never more than the request may need
+        assert_empty(engine)
+
+    def test_an_end_that_was_not_foreseen_costs_rows_and_nothing_else(self) -> None:
+        engine, decoder = make_engine(lookahead=2)
+        ends = make_request("ends", [1, 2], seed=3, logit_bias={EOS: 100.0}, max_tokens=30)
+        goes_on = make_request("goes on", [3], seed=4, max_tokens=12, ignore_eos=True)
+        expected = alone([ends, goes_on])
+        assert results(run(engine, [ends, goes_on])) == expected
+        assert expected["ends", 0][0] == [EOS]
+        assert [batch.row_counts for batch in decoder.batches[:4]] == [(2, 1), (1, 1), (1, 1), (1,)]
+        assert_empty(engine)
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("poison", "message"), [(float("nan"), "NaN"), (float("inf"), "NaN"), (-float("inf"), "no token")]
     )
     @pytest.mark.parametrize("where", [3, 6])
-    def test_a_sick_row_ends_its_own_request_alone(self, poison: float, message: str, where: int) -> None:
+    @pytest.mark.parametrize("lookahead", [0, 2])
+    def test_a_sick_row_ends_its_own_request_alone(
+        self, poison: float, message: str, where: int, lookahead: int
+    ) -> None:
         healthy = make_request("healthy", [5, 6], seed=1, max_tokens=10, ignore_eos=True)
         expected = alone([healthy])
-        engine, decoder = make_engine()
+        engine, decoder = make_engine(lookahead=lookahead)
         decoder.poison = lambda history: poison if history[:3] == [1, 2, 3] and len(history) >= where else None
         sick = make_request("sick", [1, 2, 3], max_tokens=10, seed=0, n=2, ignore_eos=True)
         collected = run(engine, [sick, healthy])
@@ -421,8 +454,9 @@ class TestErrors:
         assert collected["none", 0].finish_reason is FinishReason.ERROR
         assert collected["fine", 0].finish_reason is not FinishReason.ERROR
 
-    def test_a_step_that_raised_leaves_everything_in_order(self) -> None:
-        engine, decoder = make_engine(slots=2)
+    @pytest.mark.parametrize("lookahead", [0, 2])
+    def test_a_step_that_raised_leaves_everything_in_order(self, lookahead: int) -> None:
+        engine, decoder = make_engine(slots=2, lookahead=lookahead)
         for name in "abc":
             engine.add(make_request(name, [1, 2, 3], n=2, ignore_eos=True))
         engine.step()

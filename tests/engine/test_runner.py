@@ -17,7 +17,7 @@ def test_only_rows_that_asked_get_log_probabilities() -> None:
         top_ranks=torch.tensor([[0, 0], [1, 2], [0, 0]]),
     )
     samples = Samples(torch.tensor([7, 4, -1]), torch.tensor([0, 0, 1], dtype=torch.uint8), described)
-    result = Launched(samples, []).result()
+    result = Launched(samples, [], torch.device("cpu")).result()
     assert (result.tokens, result.statuses) == ([7, 4, -1], [0, 0, 1])
     assert result.logprobs[0] is result.logprobs[2] is None
     assert result.logprobs[1] is not None

@@ -1,6 +1,7 @@
 """The engine: requests in, one step after the other, replies out. It knows token ids and nothing of text."""
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterable, Iterator
 from math import isnan
 from operator import attrgetter
@@ -9,7 +10,7 @@ from typing import NamedTuple
 from freewheel.cache.pool import KVPool
 from freewheel.cache.radix import Node, PrefixCache
 from freewheel.config import EngineConfig
-from freewheel.engine.runner import Decoder, Runner, Span, StepResult
+from freewheel.engine.runner import Decoder, Launched, Runner, Span, StepResult
 from freewheel.engine.scheduler import Capacity, Entry, pages_for, plan
 from freewheel.engine.stopping import cut, max_length, stop_ids
 from freewheel.request import FinishReason, Request, Sequence, StepOutput, TokenLogprobs
@@ -81,6 +82,9 @@ class Engine:
         self._added = 0
         self._keys = 0
         self._outputs: list[StepOutput] = []
+        self._flights: deque[tuple[list[_Row], Launched]] = deque()
+        default = 1 if pool.device.type == "cuda" else 0
+        self._lookahead = default if config.lookahead is None else config.lookahead
         self.preemptions = 0
 
     @property
@@ -182,14 +186,19 @@ class Engine:
                 return
 
     def step(self) -> list[StepOutput]:
-        """Run the rows of one step and return what it brought.
+        """Launch the rows of one step, and return what the step brought that was launched ``lookahead`` steps before.
 
         What the decoder raises passes through; the caller then has to :meth:`abort` what it had added.
         """
         rows = self._schedule()
         if rows:
-            result = self._runner.launch([span for _, span in rows]).result()
-            self._retire(rows, result)
+            self._flights.append((rows, self._runner.launch([row.span for row in rows])))
+            for sequence, span, _ in rows:
+                sequence.launched = span.start + span.rows
+                sequence.pending += span.sample
+        if self._flights and (not rows or len(self._flights) > self._lookahead):
+            rows, launched = self._flights.popleft()
+            self._retire(rows, launched.result())
         return self._take_outputs()
 
     def check(self) -> None:
@@ -218,7 +227,7 @@ class Engine:
             private = sum(self._cache.pages.references[page] == 1 for page in sequence.pages)
             assert self._count_private(sequence.pages) == private, "pages are not shared from the beginning on"
 
-    def _schedule(self) -> list[tuple[Sequence, Span]]:
+    def _schedule(self) -> list["_Row"]:
         """Plan the step, and do to queues, slots and pages what the plan says."""
         while True:
             offers: dict[int, _Offer] = {}
@@ -242,9 +251,9 @@ class Engine:
         fresh: list[int] = []
         for key, count in outcome.rows:
             sequence = self._running[key]
-            tokens = len(sequence.tokens) if key in offers else sequence.computed + count
+            tokens = len(sequence.tokens) if key in offers else sequence.launched + count
             fresh += self._secure(sequence, tokens)
-            rows.append((sequence, _span(sequence, count)))
+            rows.append(_Row(sequence, _span(sequence, count), sequence.stay))
         if fresh:
             self._pool.clear(fresh)
         return rows
@@ -262,11 +271,14 @@ class Engine:
             yield self._entry(sequence)._replace(computed=pages * size, pages=pages, private=private, idle=idle)
 
     def _entry(self, sequence: Sequence) -> Entry:
+        # Some can only wait for what is in flight: their last token, or scores, which come in order.
+        in_flight = sequence.launched > sequence.computed
+        waits = in_flight and (sequence.length >= sequence.max_length or sequence.scoring)
         return Entry(
             sequence.key,
             sequence.rank,
-            len(sequence.tokens),
-            sequence.computed,
+            sequence.launched if waits else sequence.length,
+            sequence.launched,
             len(sequence.pages),
             self._count_private(sequence.pages) if self._waiting else 0,  # only a waiting one asks for them
             scoring=sequence.scoring,
@@ -297,7 +309,7 @@ class Engine:
         self._cache.retain(offer.pages)
         sequence.node = offer.node
         sequence.pages = list(offer.pages)
-        sequence.computed = len(sequence.pages) * self._pool.page_size
+        sequence.computed = sequence.launched = len(sequence.pages) * self._pool.page_size
         if not sequence.preempted:
             sequence.tokens = sequence.tokens.copy()
             sequence.cached_tokens = sequence.computed
@@ -327,7 +339,7 @@ class Engine:
     def _preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue. It keeps its tokens, and computes again what is not cached."""
         self._vacate(sequence)
-        sequence.computed = 0
+        sequence.computed = sequence.launched = 0
         sequence.node = self._cache.root
         sequence.preempted = True
         self.preemptions += 1
@@ -341,22 +353,28 @@ class Engine:
         self._state.leave(sequence.slot)
         self._slots.append(sequence.slot)
         sequence.slot = -1
+        sequence.stay += 1
+        sequence.pending = 0
 
     def _remove_waiting(self, sequence: Sequence) -> None:
         del self._waiting[bisect_left(self._waiting, sequence.rank, key=_rank)]
 
-    def _retire(self, rows: list[tuple[Sequence, Span]], result: StepResult) -> None:
-        """Hand each sequence what the step brought it."""
+    def _retire(self, rows: list["_Row"], result: StepResult) -> None:
+        """Hand each sequence what the step brought it, unless it has ended or left its slot since."""
         samples = iter(zip(result.tokens, result.statuses, result.logprobs))
         scores = iter(result.scores)
-        for sequence, span in rows:
-            sequence.computed += span.rows
-            error = None
-            if span.scored:
-                error = _add_scores(sequence, next(scores))
+        for sequence, span, stay in rows:
+            sampled = next(samples) if span.sample else None
+            scored = next(scores) if span.scored else None
+            if stay != sequence.stay:
+                continue
+            # Not less than before: pages of others may have been taken over meanwhile.
+            sequence.computed = max(sequence.computed, span.start + span.rows)
+            error = None if scored is None else _add_scores(sequence, scored)
             output = StepOutput(sequence.request.request_id, sequence.index)
-            if span.sample:
-                token, status, logprobs = next(samples)
+            if sampled is not None:
+                token, status, logprobs = sampled
+                sequence.pending -= 1
                 error = ERRORS.get(Status(status), error)
                 if error is None:
                     self._add_token(sequence, token, logprobs, output)
@@ -398,6 +416,7 @@ class Engine:
         taken_over = node.depth * size - sequence.computed
         if taken_over > 0:
             sequence.computed += taken_over
+            sequence.launched = max(sequence.launched, sequence.computed)
             if not sequence.preempted:
                 sequence.cached_tokens += taken_over
 
@@ -428,6 +447,14 @@ class Engine:
         return outputs
 
 
+class _Row(NamedTuple):
+    """What a step computes of a sequence, at which of its stays in a slot."""
+
+    sequence: Sequence
+    span: Span
+    stay: int
+
+
 class _Offer(NamedTuple):
     """The beginning of a waiting sequence that others have computed."""
 
@@ -437,7 +464,7 @@ class _Offer(NamedTuple):
 
 
 def _span(sequence: Sequence, count: int) -> Span:
-    start, known = sequence.computed, len(sequence.tokens)
+    start, known = sequence.launched, sequence.length
     sample = start + count == known < sequence.max_length
     if not sequence.scoring:
         return Span(sequence.slot, start, count, sample)

@@ -5,8 +5,8 @@ positions: key-value places and pages are looked up on the host, tokens where th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -59,15 +59,21 @@ class StepResult:
     scores: list[list[TokenLogprobs]]
 
 
-@dataclass(frozen=True)
 class Launched:
-    """A step whose results may not have arrived yet."""
+    """A step whose results may not have arrived yet.
 
-    samples: Samples | None
-    scores: list[tuple[Tensor, Logprobs]]
+    Copies to the host set out at once: whoever waits for them waits for this step, and not for what came after it.
+    """
+
+    def __init__(self, samples: Samples | None, scores: list[tuple[Tensor, Logprobs]], device: torch.device) -> None:
+        self.samples: Samples | None = _on_its_way(samples)
+        self.scores: list[tuple[Tensor, Logprobs]] = _on_its_way(scores)
+        self._arrived = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def result(self) -> StepResult:
         """Wait for the results."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
         tokens: list[int] = []
         statuses: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
@@ -81,6 +87,17 @@ class Launched:
                     if logprob.ranks[0]:  # 0: the row did not ask
                         logprobs[row] = logprob
         return StepResult(tokens, statuses, logprobs, [describe(*scored) for scored in self.scores])
+
+
+def _on_its_way(value: Any) -> Any:
+    """The same with each CUDA tensor replaced by a copy in pinned host memory, which may arrive later."""
+    if isinstance(value, Tensor) and value.is_cuda:
+        return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    if isinstance(value, list | tuple):
+        return type(value)(map(_on_its_way, value))
+    if isinstance(value, Samples | Logprobs):
+        return type(value)(*(_on_its_way(getattr(value, part.name)) for part in fields(value)))
+    return value
 
 
 class Runner:
@@ -112,7 +129,7 @@ class Runner:
                 first = last
         if samples is not None:  # last: after an exception the state is as before
             state.append(rows.slots, rows.positions, samples.tokens)
-        return Launched(samples, scores)
+        return Launched(samples, scores, self._device)
 
     def _batch(self, spans: Sequence[Span]) -> tuple[RowBatch, Tensor, Tensor]:
         """The rows, and for those whose logits are wanted their slot and the position that follows: sampled ones first,
