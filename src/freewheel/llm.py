@@ -33,8 +33,8 @@ class LLM:
         model: built-in name, folder, ``.gguf`` file or Hub id.
         dtype: "auto" keeps quantised weights small; "float32" is the exact mode; or "bfloat16", "float16".
         device: where it runs: "cpu", "cuda" or "cuda:N".
-        max_model_len, max_num_seqs, max_num_batched_tokens, page_size, kv_cache_memory, enable_prefix_caching, draw,
-            seed: see :class:`freewheel.config.EngineConfig`.
+        max_model_len, max_num_seqs, max_num_batched_tokens, page_size, kv_cache_memory, enable_prefix_caching,
+            lookahead, draw, seed: see :class:`freewheel.config.EngineConfig`.
 
     Attributes:
         tokenizer: the model's tokenizer and chat template.
@@ -58,6 +58,7 @@ class LLM:
         page_size: int = 16,
         kv_cache_memory: int | None = None,
         enable_prefix_caching: bool = True,
+        lookahead: int | None = None,
         draw: Draw = "two_level",
         seed: int | None = None,
     ) -> None:
@@ -68,6 +69,7 @@ class LLM:
             page_size=page_size,
             kv_cache_memory=kv_cache_memory,
             enable_prefix_caching=enable_prefix_caching,
+            lookahead=lookahead,
             draw=draw,
             seed=seed,
         )
