@@ -68,6 +68,7 @@ class TestSameTokens:
             {"max_num_seqs": 32, "enable_prefix_caching": False},
             {"max_num_seqs": 16, "max_num_batched_tokens": 20},
             {"max_num_seqs": 8, "page_size": 4, "max_num_batched_tokens": 33},
+            {"max_num_seqs": 8, "lookahead": 2},
             # 2 layers, 2 key-value heads of 8, keys and values, float32: a pool of one context and a half
             {"max_num_seqs": 8, "kv_cache_memory": 2 * 2 * 8 * 2 * 4 * 384},
         ],
