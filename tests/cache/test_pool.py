@@ -84,6 +84,8 @@ def test_cleared_pages_hold_nothing_of_their_last_holder_and_others_are_left() -
         ("kv_cache_memory", 1.5),
         ("enable_prefix_caching", "false"),
         ("enable_prefix_caching", 1),
+        ("lookahead", -1),
+        ("lookahead", True),
         ("draw", "argmax"),
         ("seed", "x"),
     ],
