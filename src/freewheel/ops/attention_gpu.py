@@ -1,0 +1,259 @@
+"""Launches the kernels of attention_kernels.py, which say how memory is laid out: attention of devices with Triton.
+
+Nothing looks at the device, and what is launched depends on shapes alone, so a captured graph serves any contents. ::
+
+    rows alone in their sequence    attend_decode -> partials -> combine
+    prefill chunks                  rotate_and_store -> attend_chunks
+    draft trees                     rotate_and_store -> attend_chunks with partials -> combine
+
+Tensors are contiguous and on one device. A negative slot marks a row, or a tile of rows, that has nothing to do: it
+writes no key or value, and its attended row is 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from freewheel.ops import attention_kernels as kernels_
+
+kernels: Any = kernels_
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What a layer's attention is, besides its projections.
+
+    Attributes:
+        heads, kv_heads, head_dim: of queries, of keys and of values, and their size, which is even.
+        scale: what query-key products are multiplied by.
+        frequencies: float32 [head_dim / 2], radians per position.
+        attention_factor: what cosines and sines are multiplied by.
+        window: how many positions a row sees, up to and including its own; None: all.
+        soft_cap: c in ``c * tanh(score / c)``, if any.
+        norm_weight: float32 [heads + kv_heads, head_dim], by which normalised queries and keys are multiplied: the
+            plain weight, not the one multiplied by sqrt(head_dim) that RMSNorm keeps. None: they are not normalised.
+        eps: added to the mean square.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    frequencies: Tensor
+    attention_factor: float = 1.0
+    window: int | None = None
+    soft_cap: float | None = None
+    norm_weight: Tensor | None = None
+    eps: float = 0.0
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def columns(self) -> int:
+        """Of the fused projection: queries, keys, values."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+class Partials(NamedTuple):
+    """What each split of the context leaves: tensors as the kernels' file describes them."""
+
+    peaks: Tensor
+    sums: Tensor
+    attended: Tensor
+
+
+def make_partials(rows: int, layer: LayerAttention, splits: int, device: torch.device | str) -> Partials:
+    """Room for ``rows``; the layers of a step take turns in it. ``splits`` is a power of two."""
+    shape = rows, layer.heads, splits
+    peaks, sums = torch.zeros(2, *shape, device=device).unbind()
+    return Partials(peaks, sums, torch.zeros(*shape, layer.head_dim, device=device))
+
+
+def default_splits(kv_heads: int, processors: int = 132) -> int:
+    """Splits of the context with which one row keeps the processors busy. It must not depend on the batch: bits do."""
+    return min(1 << max(round(processors / kv_heads).bit_length() - 1, 0), 64)
+
+
+def rows_per_tile(layer: LayerAttention, queries: int = 64) -> int:
+    """Rows of a tile of ``attend_chunks`` that has so many queries for each key head."""
+    return max(queries // layer.group, 1)
+
+
+def plan_tiles(row_counts: Sequence[int], slots: Sequence[int], tile_rows: int) -> Tensor:
+    """Tiles of the rows of sequences, for all layers of a step; on the host, int32 [tiles, 4].
+
+    A tile is (first row, rows, slot, first row of the sequence).
+    """
+    tiles, origin = [], 0
+    for count, slot in zip(row_counts, slots, strict=True):
+        tiles += [(origin + start, min(tile_rows, count - start), slot, origin) for start in range(0, count, tile_rows)]
+        origin += count
+    return torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
+
+
+def attend_decode(
+    layer: LayerAttention,
+    qkv: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    partials: Partials,
+    *,
+    chained: bool = False,
+    tile: int | None = None,
+    warps: int = 4,
+    dot: bool | None = None,
+) -> None:
+    """Rotates, stores and attends, for rows of which each is the only one of its sequence in the step.
+
+    Args:
+        layer: see there.
+        qkv: [rows, columns], float32 or bfloat16, straight from the projection.
+        cache: the layer's, [2, kv_heads, num_pages, page_size, head_dim]. The rows' keys and values are written.
+        page_table: int32 [slots, max_pages].
+        slots: int64 [rows].
+        positions: int64 [rows], where in its sequence the row goes; the cache holds what is before it.
+        partials: where splits leave what they found, for :func:`combine`.
+        chained: start while the launch ahead still runs (CUDA devices only). What the other arguments hold, and the
+            keys and values of earlier steps, was then written at least two launches ago.
+        tile: places of the context that are read at a time, a power of two from 16. None: what registers hold.
+        warps: of a program.
+        dot: whether tensor cores compute the products, which rounds queries and weights to the cache's dtype. None: if
+            at least four heads share a key.
+    """
+    _check(layer, qkv, cache)
+    splits = partials.peaks.shape[2]
+    use_dot = layer.group >= 4 if dot is None else dot
+    kernels.attend_decode[(splits, layer.kv_heads, len(qkv))](
+        partials, qkv, layer.norm_weight, layer.frequencies, cache, page_table, slots, positions,
+        layer.attention_factor, layer.eps, layer.scale, cache.shape[2], page_table.shape[1],
+        **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
+        GROUP=max(_power(layer.group), 16 if use_dot else 1), SPLITS=splits, TILE=tile or _tile(cache),
+        DOT=use_dot, CHAINED=chained, num_warps=warps, **_options(chained),
+    )  # fmt: skip
+
+
+def combine(partials: Partials, out: Tensor, *, chained: bool = False) -> Tensor:
+    """The attended rows, [rows, heads * head_dim], in the dtype of ``out``, into which they go."""
+    heads, splits, head_dim = partials.attended.shape[1:]
+    kernels.combine[(heads, len(out))](
+        out, partials, HEAD_DIM=head_dim, DIM=_power(head_dim), SPLITS=splits, CHAINED=chained,
+        num_warps=4, **_options(chained),
+    )  # fmt: skip
+    return out
+
+
+def rotate_and_store(
+    layer: LayerAttention,
+    qkv: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    queries: Tensor,
+    *,
+    places: Tensor | None = None,
+    chained: bool = False,
+    part: int = 8,
+) -> Tensor:
+    """Puts the rows' keys and values into their pages, and what attends to them into ``queries``.
+
+    Args:
+        layer, qkv, cache, page_table, slots, positions, chained: as for :func:`attend_decode`.
+        queries: [rows, heads, head_dim], in any dtype.
+        places: int64 [rows], where in its sequence's pages a row is stored. None: at its position. Rows of a draft
+            tree that are equally deep have one position, and a place each.
+        part: heads of a program, a power of two.
+
+    Returns:
+        ``queries``.
+    """
+    _check(layer, qkv, cache)
+    parts = -(-(layer.heads + 2 * layer.kv_heads) // part)
+    kernels.rotate_and_store[(parts, len(qkv))](
+        queries, qkv, layer.norm_weight, layer.frequencies, cache, page_table, slots, positions,
+        positions if places is None else places,
+        layer.attention_factor, layer.eps, cache.shape[2], page_table.shape[1],
+        **_sizes(layer, cache), PART=part, CHAINED=chained, num_warps=4, **_options(chained),
+    )  # fmt: skip
+    return queries
+
+
+def attend_chunks(
+    layer: LayerAttention,
+    queries: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    tiles: Tensor,
+    positions: Tensor,
+    out: Tensor | Partials,
+    *,
+    tile_rows: int,
+    places: Tensor | None = None,
+    ancestors: Tensor | None = None,
+    chained: bool = False,
+    tile: int | None = None,
+    warps: int = 4,
+) -> None:
+    """Attends from rows whose keys and values are stored to all that is stored up to and including themselves.
+
+    Args:
+        layer, cache, page_table, chained: as for :func:`attend_decode`.
+        queries: [rows, heads, head_dim], from :func:`rotate_and_store`.
+        tiles: int32 [tiles, 4], from :func:`plan_tiles`. A tile without rows does nothing.
+        positions, places: int64 [rows]; places rise within a sequence's rows, one by one.
+        out: [rows, heads * head_dim], in any dtype; or partials, if few rows are to keep the device busy. Rows of no
+            tile are left as they are.
+        tile_rows: rows of the largest tile.
+        ancestors: int64 [rows]; bit j says whether the row sees row j of its sequence in this step, besides what was
+            stored before the first of them. -1 for a row of a chunk, which sees all up to itself, be they more than 64.
+        tile: places of the context that are read at a time, a power of two from 16. None: what registers hold.
+        warps: of a program.
+    """
+    partials = None if isinstance(out, Tensor) else out
+    splits = 1 if partials is None else partials.peaks.shape[2]
+    kernels.attend_chunks[(splits, layer.kv_heads, len(tiles))](
+        out if partials is None else None, partials, queries, cache, page_table, tiles, positions,
+        positions if places is None else places, ancestors, layer.scale, cache.shape[2], page_table.shape[1],
+        **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
+        M=max(_power(tile_rows * layer.group), 16), SPLITS=splits, TILE=tile or _tile(cache),
+        CHAINED=chained, num_warps=warps, **_options(chained),
+    )  # fmt: skip
+
+
+def _check(layer: LayerAttention, qkv: Tensor, cache: Tensor) -> None:
+    if qkv.shape[1:] != (layer.columns,) or not (qkv.is_contiguous() and cache.is_contiguous()):
+        raise ValueError(f"qkv must be contiguous [rows, {layer.columns}], not {list(qkv.shape)}, like the cache")
+    if layer.norm_weight is not None and layer.norm_weight.dtype != torch.float32:
+        raise ValueError(f"norm_weight must be float32, not {layer.norm_weight.dtype}")
+
+
+def _sizes(layer: LayerAttention, cache: Tensor) -> dict[str, int]:
+    return {
+        "HEADS": layer.heads,
+        "KV_HEADS": layer.kv_heads,
+        "HEAD_DIM": layer.head_dim,
+        "PAGE_SIZE": cache.shape[3],
+        "DIM": _power(layer.head_dim),
+    }
+
+
+def _tile(cache: Tensor) -> int:
+    """Places whose keys and values registers hold twice, with what belongs to them."""
+    return max(min(16384 // (_power(cache.shape[4]) * cache.element_size()), 64), 16)
+
+
+def _options(chained: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if chained else {}
+
+
+def _power(number: int) -> int:
+    """The next power of two."""
+    return 1 << max(number - 1, 0).bit_length()

@@ -1,0 +1,361 @@
+"""Attention over a paged key-value cache on the device. Launched by attention_gpu.py.
+
+    attend_decode     [splits, kv_heads, rows]    a row that is alone in its sequence: normalise, rotate, store, attend
+    rotate_and_store  [parts, rows]               any rows: normalise, rotate, store; leaves the queries
+    attend_chunks     [splits, kv_heads, tiles]   rows whose keys are stored: prefill chunks and draft trees
+    combine           [heads, rows]               what the splits left, added up
+
+A layer's cache is [2 (keys, values), kv_heads, num_pages, page_size, head_dim]; place i of a sequence is in page
+``page_table[slot, i // page_size]``. Only places that some row sees are read: what else a page holds may be anything.
+Queries, keys and values come side by side from one product::
+
+    a row       query heads | key heads | value heads     query head h goes with key head h // group
+    a head      x0 y0 x1 y1 x2 y2 ...                     pairs x, y are rotated as complex numbers
+
+The context is cut at multiples of TILE places, and tile i belongs to split i % SPLITS. So splits are even, and neither
+the batch nor how a chunk was cut changes the sums that a row is made of::
+
+    tile        | 0       | 1       | 2       | 3       | 4       |
+    split       | 0       | 1       | 0       | 1       | 0       |      SPLITS = 2
+    row sees                  [first ............. position]             bounds may lie inside tiles
+
+Each split leaves its softmax over what it saw (FlashAttention, arXiv 2205.14135, cut along the context as in
+Flash-Decoding; pages as in PagedAttention, arXiv 2309.06180)::
+
+    peaks       float32 [rows, heads, splits]             largest score, in units of ln 2; -inf: the split saw nothing
+    sums        float32 [rows, heads, splits]             of 2 ** (score - peak)
+    attended    float32 [rows, heads, splits, head_dim]   of 2 ** (score - peak) * value; unwritten where peak is -inf
+
+:func:`split_weights` says what to multiply ``attended`` by. Idle rows, whose slot is negative, leave peaks of -inf.
+
+Scores, sums and weighted values are float32; products take the cache's dtype where tensor cores compute them (DOT).
+
+CHAINED kernels start before the one ahead of them has ended, when all its programs are past their own wait
+(programmatic dependent launch), and go on at ``gdc_wait`` when it has. Before that they read only what was written at
+least two launches ago: page tables, slots, positions, places, tiles, and keys and values of earlier steps. Every
+program waits, so that no kernel ends before the one ahead of it.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _rotation(frequencies, position, factor, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Cosines and sines of a position, float32 [1, DIM / 2] each."""
+    pair = tl.arange(0, DIM // 2)
+    angles = position.to(tl.float32) * tl.load(frequencies + pair, mask=pair < HEAD_DIM // 2, other=0.0)
+    return (tl.cos(angles) * factor)[None, :], (tl.sin(angles) * factor)[None, :]
+
+
+@triton.jit
+def _load_heads(matrix, heads, wanted, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Rows ``heads`` [n] of a matrix of head_dim columns, float32 [n, DIM]; 0 where not ``wanted`` [n]."""
+    d = tl.arange(0, DIM)
+    inside = wanted[:, None] & (d < HEAD_DIM)[None, :]
+    return tl.load(matrix + heads[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _normalised(x, weight, eps, HEAD_DIM: tl.constexpr):
+    """Heads, float32 [n, DIM]: divided by their root mean square, times ``weight`` [n, DIM]."""
+    return x * tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None] * weight
+
+
+@triton.jit
+def _rotated(x, cosine, sine):
+    """Heads, float32 [n, DIM], each pair of neighbours rotated."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return tl.reshape(tl.join(even * cosine - odd * sine, odd * cosine + even * sine), [x.shape[0], x.shape[1]])
+
+
+@triton.jit
+def _entries(pages, places, wanted, PAGE_SIZE: tl.constexpr):
+    """Where ``places`` of a sequence are in what a head has in all pages, int64; that of page 0 if not ``wanted``."""
+    page = tl.load(pages + places // PAGE_SIZE, mask=wanted, other=0)
+    return page.to(tl.int64) * PAGE_SIZE + places % PAGE_SIZE
+
+
+@triton.jit
+def _load_tile(
+    keys, values, pages, places, wanted,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """A head's keys and values at ``places`` [t], each [t, DIM], or [1, t, DIM] without DOT; 0 if not ``wanted``."""
+    d = tl.arange(0, DIM)
+    entries = _entries(pages, places, wanted, PAGE_SIZE)
+    if DOT:
+        at = entries[:, None] * HEAD_DIM + d[None, :]
+        inside = wanted[:, None] & (d < HEAD_DIM)[None, :]
+    else:
+        at = entries[None, :, None] * HEAD_DIM + d[None, None, :]
+        inside = wanted[None, :, None] & (d < HEAD_DIM)[None, None, :]
+    return tl.load(keys + at, mask=inside, other=0.0), tl.load(values + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _scaled(products, scale, CAP: tl.constexpr):
+    """Scores in units of ln 2, capped to CAP * tanh(score / CAP) if CAP is not 0."""
+    scores = products * (scale * LOG2E)
+    if CAP != 0:
+        tanh = 1 - 2 / (tl.exp2(scores * (2 / CAP)) + 1)
+        scores = tanh * (CAP * LOG2E)
+    return scores
+
+
+@triton.jit
+def _dot(a, b, total):
+    """``total`` + a @ b, added in float32."""
+    if INTERPRETED:  # it would multiply the bits of bfloat16
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="tf32x3")
+
+
+@triton.jit
+def _attend(query, keys, values, visible, peak, total, attended, scale, CAP: tl.constexpr, DOT: tl.constexpr):
+    """Takes a tile into the running softmax.
+
+    ``query`` is [m, DIM], ``visible`` [m or 1, t]; ``peak`` and ``total`` are [m], ``attended`` [m, DIM].
+    """
+    if DOT:
+        products = _dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32))
+    else:
+        products = tl.sum(query[:, None, :] * keys.to(tl.float32), 2)
+    scores = tl.where(visible, _scaled(products, scale, CAP), -float("inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    level = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet
+    kept = tl.exp2(peak - level)
+    weights = tl.exp2(scores - level[:, None])
+    total = total * kept + tl.sum(weights, 1)
+    attended = attended * kept[:, None]
+    if DOT:
+        attended = _dot(weights.to(values.dtype), values, attended)
+    else:
+        attended += tl.sum(weights[:, :, None] * values.to(tl.float32), 1)
+    return higher, total, attended
+
+
+@triton.jit
+def _first_tile(first, split, SPLITS: tl.constexpr, TILE: tl.constexpr):
+    """Where the first tile of a split starts, among those that hold places from ``first`` on."""
+    tile = first // TILE
+    return (tile + (split + SPLITS - tile % SPLITS) % SPLITS) * TILE
+
+
+@triton.jit
+def _leave(partials, index, wanted, peak, total, attended, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Stores a split's softmax at ``index`` [m] of the partials."""
+    d = tl.arange(0, DIM)
+    inside = (wanted & (peak > -float("inf")))[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(partials.peaks + index, peak, mask=wanted)
+    tl.store(partials.sums + index, total, mask=wanted)
+    tl.store(partials.attended + index[:, None] * HEAD_DIM + d[None, :], attended, mask=inside)
+
+
+@triton.jit
+def attend_decode(
+    partials, qkv, norm_weight, frequencies, cache, page_table, slots, positions,
+    factor, eps, scale, num_pages, max_pages,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    SPLITS: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The group of a key head: one split of what a row sees. The split that holds the row's own place also stores it.
+
+    GROUP and DIM are heads of a group and HEAD_DIM, padded to powers of two.
+    """
+    split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    slot = tl.load(slots + row)
+    position = tl.load(positions + row).to(tl.int32)
+    heads = kv_head * (HEADS // KV_HEADS) + tl.arange(0, GROUP)
+    wanted = tl.arange(0, GROUP) < HEADS // KV_HEADS
+    index = (row * HEADS + heads) * SPLITS + split
+    first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW > 0 else position * 0
+    start = _first_tile(first, split, SPLITS, TILE)
+    if (slot < 0) | (start > position):
+        if CHAINED:
+            gdc_wait()
+            gdc_launch_dependents()
+        tl.store(partials.peaks + index, tl.full([GROUP], -float("inf"), tl.float32), mask=wanted)
+        tl.store(partials.sums + index, tl.zeros([GROUP], tl.float32), mask=wanted)
+        return
+    d = tl.arange(0, DIM)
+    pages = page_table + slot * max_pages
+    keys = cache + kv_head.to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
+    values = cache + (kv_head + KV_HEADS).to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
+    places = start + tl.arange(0, TILE)
+    seen = (places >= first) & (places < position)
+    tile_keys, tile_values = _load_tile(keys, values, pages, places, seen, HEAD_DIM, DIM, PAGE_SIZE, DOT)
+    cosine, sine = _rotation(frequencies, position, factor, HEAD_DIM, DIM)
+    own = (position // TILE) % SPLITS == split
+    own_at = _entries(pages, position, own, PAGE_SIZE) * HEAD_DIM + d[None, :]
+    own_head = HEADS + kv_head + tl.arange(0, 1)
+    is_own = own_head == tl.where(own, HEADS + kv_head, -1)
+    if norm_weight is not None:
+        query_weight = _load_heads(norm_weight, heads, wanted, HEAD_DIM, DIM)
+        key_weight = _load_heads(norm_weight, own_head, is_own, HEAD_DIM, DIM)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    qkv += row * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    query = _load_heads(qkv, heads, wanted, HEAD_DIM, DIM)
+    key = _load_heads(qkv, own_head, is_own, HEAD_DIM, DIM)
+    value = _load_heads(qkv, own_head + KV_HEADS, is_own, HEAD_DIM, DIM).to(values.dtype.element_ty)
+    if norm_weight is not None:
+        query = _normalised(query, query_weight, eps, HEAD_DIM)
+        key = _normalised(key, key_weight, eps, HEAD_DIM)
+    query = _rotated(query, cosine, sine)
+    key = _rotated(key, cosine, sine).to(keys.dtype.element_ty)
+    tl.store(keys + own_at, key, mask=is_own[:, None] & (d < HEAD_DIM)[None, :])
+    tl.store(values + own_at, value, mask=is_own[:, None] & (d < HEAD_DIM)[None, :])
+    if DOT:
+        query = query.to(keys.dtype.element_ty)
+    # The softmax starts from the row itself, or from nothing.
+    score = _scaled(tl.sum(query.to(tl.float32) * key.to(tl.float32), 1), scale, CAP)
+    peak = tl.where(own, score, -float("inf"))
+    total = tl.where(own, tl.full([GROUP], 1.0, tl.float32), 0.0)
+    attended = tl.zeros([GROUP, DIM], tl.float32) + value.to(tl.float32)
+    for _ in range(start, position, SPLITS * TILE):
+        places += SPLITS * TILE
+        soon = places < position
+        next_keys, next_values = _load_tile(keys, values, pages, places, soon, HEAD_DIM, DIM, PAGE_SIZE, DOT)
+        peak, total, attended = _attend(
+            query, tile_keys, tile_values, seen[None, :], peak, total, attended, scale, CAP, DOT
+        )
+        tile_keys, tile_values, seen = next_keys, next_values, soon
+    _leave(partials, index, wanted, peak, total, attended, HEAD_DIM, DIM)
+
+
+@triton.jit
+def rotate_and_store(
+    queries, qkv, norm_weight, frequencies, cache, page_table, slots, positions, places,
+    factor, eps, num_pages, max_pages,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr, PART: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """PART heads of a row: normalise and rotate queries and keys, and put them and values where they belong."""
+    head, row = tl.program_id(0) * PART + tl.arange(0, PART), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    position = tl.load(positions + row)
+    place = tl.load(places + row)
+    end = tl.where(slot >= 0, HEADS + 2 * KV_HEADS, 0)  # an idle row has no heads
+    d = tl.arange(0, DIM)
+    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
+    entry = _entries(page_table + slot * max_pages, place, slot >= 0, PAGE_SIZE)
+    cosine, sine = _rotation(frequencies, position, factor, HEAD_DIM, DIM)
+    if norm_weight is not None:
+        weight = _load_heads(norm_weight, head, is_value == 0, HEAD_DIM, DIM)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    qkv += row * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    x = _load_heads(qkv, head, head < end, HEAD_DIM, DIM)
+    turned = x
+    if norm_weight is not None:
+        turned = _normalised(x, weight, eps, HEAD_DIM)
+    turned = _rotated(turned, cosine, sine)
+    inside = (d < HEAD_DIM)[None, :]
+    query_at = (row * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(queries + query_at, turned.to(queries.dtype.element_ty), mask=is_query[:, None] & inside)
+    # Keys of all heads are followed by values of all heads, in a row as in the cache.
+    cache_at = ((head - HEADS).to(tl.int64) * num_pages * PAGE_SIZE + entry)[:, None] * HEAD_DIM + d[None, :]
+    stored = (head >= HEADS) & (head < end)
+    x = tl.where(is_value[:, None], x, turned).to(cache.dtype.element_ty)
+    tl.store(cache + cache_at, x, mask=stored[:, None] & inside)
+
+
+@triton.jit
+def attend_chunks(
+    out, partials, queries, cache, page_table, tiles, positions, places, ancestors,
+    scale, num_pages, max_pages,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr,
+    M: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The group of a key head for a tile of rows, M queries or fewer: one split of what they see.
+
+    Leaves partials, or the attended rows in ``out`` if there are none (SPLITS is 1). Query i of the tile is that of its
+    row i // group.
+    """
+    split, kv_head, tile = tl.program_id(0), tl.program_id(1), tiles + 4 * tl.program_id(2)
+    first_row = tl.load(tile).to(tl.int64)
+    count = tl.load(tile + 1)
+    slot = tl.load(tile + 2)
+    group: tl.constexpr = HEADS // KV_HEADS
+    member = tl.arange(0, M) // group
+    row = first_row + member
+    wanted = member < count
+    active = member < tl.where(slot >= 0, count, 0)
+    position = tl.load(positions + row, mask=active, other=1 << 30).to(tl.int32)
+    place = tl.load(places + row, mask=active, other=-1).to(tl.int32)
+    end = tl.max(place, 0) + 1
+    first = tl.maximum(tl.min(position, 0) + 1 - WINDOW, 0) if WINDOW > 0 else end * 0
+    if ancestors is not None:
+        origin = tl.load(tile + 3).to(tl.int64)
+        origin_place = tl.load(places + origin).to(tl.int32)
+        bits = tl.load(ancestors + row, mask=active, other=0)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    d = tl.arange(0, DIM)
+    query_head = row * HEADS + kv_head * group + tl.arange(0, M) % group
+    query_at = query_head[:, None] * HEAD_DIM + d[None, :]
+    inside = (d < HEAD_DIM)[None, :]
+    query = tl.load(queries + query_at, mask=active[:, None] & inside, other=0.0).to(cache.dtype.element_ty)
+    pages = page_table + slot.to(tl.int64) * max_pages
+    keys = cache + kv_head.to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
+    values = cache + (kv_head + KV_HEADS).to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
+    peak = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    attended = tl.zeros([M, DIM], tl.float32)
+    for start in range(_first_tile(first, split, SPLITS, TILE), end, SPLITS * TILE):
+        there = start + tl.arange(0, TILE)
+        exists = there < end
+        tile_keys, tile_values = _load_tile(keys, values, pages, there, exists, HEAD_DIM, DIM, PAGE_SIZE, True)
+        visible = there[None, :] <= place[:, None]
+        there_position = there
+        if ancestors is not None:
+            j = there - origin_place  # in the step, if not negative
+            path = (bits[:, None] >> tl.minimum(tl.maximum(j, 0), 63).to(tl.int64)[None, :]) & 1
+            visible = visible & ((j < 0)[None, :] | (path != 0))
+            if WINDOW > 0:
+                new = tl.load(positions + origin + j, mask=exists & (j >= 0), other=0).to(tl.int32)
+                there_position = tl.where(j < 0, there, new)
+        if WINDOW > 0:
+            visible = visible & (there_position[None, :] > position[:, None] - WINDOW)
+        peak, total, attended = _attend(query, tile_keys, tile_values, visible, peak, total, attended, scale, CAP, True)
+    if partials is None:
+        attended = attended / tl.where(total == 0, 1.0, total)[:, None]
+        tl.store(out + query_at, attended.to(out.dtype.element_ty), mask=wanted[:, None] & inside)
+    else:
+        _leave(partials, query_head * SPLITS + split, wanted, peak, total, attended, HEAD_DIM, DIM)
+
+
+@triton.jit
+def split_weights(peaks, sums):
+    """What to multiply the splits of heads by, [n, splits]: their sum is then the attended value, 0 for idle rows."""
+    peak = tl.max(peaks, 1)
+    weights = tl.exp2(peaks - tl.where(peak == -float("inf"), 0.0, peak)[:, None])
+    total = tl.sum(weights * sums, 1)
+    return weights / tl.where(total == 0, 1.0, total)[:, None]
+
+
+@triton.jit
+def combine(out, partials, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, CHAINED: tl.constexpr):
+    """A head of a row: the sum of its splits."""
+    head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    split, d = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    index = head * SPLITS + split
+    peaks, sums = tl.load(partials.peaks + index), tl.load(partials.sums + index)
+    weights = split_weights(peaks[None, :], sums[None, :])
+    inside = (peaks > -float("inf"))[:, None] & (d < HEAD_DIM)[None, :]
+    parts = tl.load(partials.attended + index[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+    attended = tl.sum(parts * tl.reshape(weights, [SPLITS])[:, None], 0)
+    tl.store(out + head * HEAD_DIM + d, attended.to(out.dtype.element_ty), mask=d < HEAD_DIM)
