@@ -121,8 +121,8 @@ def attend_decode(
         slots: int64 [rows].
         positions: int64 [rows], where in its sequence the row goes; the cache holds what is before it.
         partials: where splits leave what they found, for :func:`combine`.
-        chained: start while the launch ahead still runs (CUDA devices only). What the other arguments hold, and the
-            keys and values of earlier steps, was then written at least two launches ago.
+        chained: start while the launch ahead still runs (CUDA devices only). That may then have written ``qkv``, or the
+            ``queries`` and new keys and values of the other functions; all else was written at least two launches ago.
         tile: places of the context that are read at a time, a power of two from 16. None: what registers hold.
         warps: of a program.
         dot: whether tensor cores compute the products, which rounds queries and weights to the cache's dtype. None: if
