@@ -1,0 +1,365 @@
+"""Products of a few rows with a weight, and what stands around them in a decoder, in one launch each.
+
+    product   [tiles of outputs]  y = rows @ weight.T, with a norm or the merging of attention's splits ahead of it, and
+                                  bias, gated activation, soft cap or an addition to the residual stream behind it
+    embed     [rows]              the residual stream begins: embeddings of the rows' tokens
+    add_norm  [rows]              additions to the residual stream and norms, where they stand alone
+    gated     [chunks, rows]      act(gate) * up, where it stands alone
+
+With so few rows, reading the weight is all that costs time. So ``product`` has its first weights on their way before it
+waits for the kernel ahead of it (CHAINED: programmatic dependent launch, see sampling/kernels.py), and reads rows only
+after that. Everything that a kernel reads before it waits, weights, norms and biases, never changes.
+
+Sizes: rows [rows, INPUTS], weight [outputs, INPUTS] or, gated, [2 * outputs, INPUTS] with the gates first, all dense.
+Sums, norms and activations are float32. Norm weights are float32 and plain: ``x / sqrt(mean(x²) + eps) * weight``.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from freewheel.ops.attention_kernels import split_weights
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+DOT_ROWS = tl.constexpr(16)  # the fewest rows of a tensor core's tile
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _gate(gate, up, ACTIVATION: tl.constexpr):
+    """``act(gate) * up``; the tanh of GELU's approximation is a sigmoid of twice its argument."""
+    slope = gate
+    if ACTIVATION == "gelu_tanh":
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate * _sigmoid(slope) * up
+
+
+@triton.jit
+def _finish(y, at, inside, values, ups, biases, cap, ACTIVATION: tl.constexpr, ADD: tl.constexpr):
+    """Store what becomes of sums [..., OUTPUTS] at offsets ``at``: bias, gate, soft cap, addition."""
+    if biases is not None:
+        values += biases[0]
+    if ACTIVATION is not None:
+        values = _gate(values, ups if biases is None else ups + biases[1], ACTIVATION)
+    if cap is not None:
+        values = (2.0 * _sigmoid(2.0 / cap * values) - 1.0) * cap
+    if ADD:
+        values += tl.load(y + at, mask=inside, other=0.0)
+    tl.store(y + at, values.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _weights(weight, n, present, start, INPUTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns ``start + [0, COLUMNS)`` of the weight's rows ``n``, [OUTPUTS, COLUMNS]; 0 outside."""
+    k = start + tl.arange(0, COLUMNS)
+    inside = present[:, None]
+    if INPUTS % COLUMNS != 0:
+        inside = inside & (k < INPUTS)[None, :]
+    return tl.load(weight + n.to(tl.int64)[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _unpacked(tile, CHAINED: tl.constexpr):
+    """The tile in float32. Not before what stands ahead of this: a thread stops where it first touches what is late."""
+    if CHAINED:
+        pack: tl.constexpr = 32 // tile.dtype.primitive_bitwidth
+        tile = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=pack
+        )  # fmt: skip
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def _vector(x, start, INPUTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Entries ``start + [0, COLUMNS)`` of a vector, float32 [COLUMNS]; 0 outside."""
+    k = start + tl.arange(0, COLUMNS)
+    if INPUTS % COLUMNS != 0:
+        return tl.load(x + k, mask=k < INPUTS, other=0.0).to(tl.float32)
+    else:
+        return tl.load(x + k).to(tl.float32)
+
+
+@triton.jit
+def _combined(
+    attended, peaks, sums, row, start,
+    INPUTS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Entries ``start + [0, COLUMNS)`` of a row's attention, its splits added up, float32 [COLUMNS]; 0 outside."""
+    head = start // HEAD_DIM + tl.arange(0, COLUMNS // HEAD_DIM)
+    at = (row * (INPUTS // HEAD_DIM) + head)[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
+    inside = (head < INPUTS // HEAD_DIM)[:, None]
+    peak = tl.load(peaks + at, mask=inside, other=-float("inf"))
+    shares = split_weights(peak, tl.load(sums + at, mask=inside, other=0.0))
+    places = at.to(tl.int64)[:, :, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, None, :]
+    parts = tl.load(attended + places, mask=(peak > -float("inf"))[:, :, None], other=0.0)
+    return tl.reshape(tl.sum(parts * shares[:, :, None], 1), [COLUMNS])
+
+
+@triton.jit
+def _sums(parts, axis: tl.constexpr):
+    """The sums of tensors of one shape along an axis: all at once, for warps to wait for each other but once."""
+    count: tl.constexpr = len(parts)
+    levels: tl.constexpr = triton.next_power_of_2(count).bit_length() - 1
+    for _ in tl.static_range(2**levels - count):
+        parts += (parts[0],)
+    for _ in tl.static_range(levels):
+        joined = ()
+        for i in tl.static_range(len(parts) // 2):
+            joined += (tl.join(parts[2 * i], parts[2 * i + 1]),)
+        parts = joined
+    sums = (tl.sum(parts[0], axis),)
+    for _ in tl.static_range(levels):
+        parted = ()
+        for i in tl.static_range(len(sums)):
+            parted += tl.split(sums[i])
+        sums = parted
+    return sums
+
+
+@triton.jit
+def _few(
+    x, peaks, sums, weight, norm, n, present, outputs, eps,
+    ROWS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, HALVES: tl.constexpr,
+    SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The products of ROWS rows on CUDA cores: a tuple of float32 [OUTPUTS], for each row its HALVES.
+
+    A thread adds up the products of its own columns: VECTOR at a time, chunk by chunk; then threads, then warps add up.
+    """
+    chunks: tl.constexpr = (INPUTS + COLUMNS - 1) // COLUMNS
+    vector: tl.constexpr = 128 // weight.dtype.element_ty.primitive_bitwidth
+    tiles = ()
+    scales = ()
+    for chunk in tl.static_range(min(AHEAD, chunks)):
+        for half in tl.static_range(HALVES):
+            tiles += (_weights(weight, n + half * outputs, present, chunk * COLUMNS, INPUTS, COLUMNS),)
+        if norm is not None:
+            scales += (_vector(norm, chunk * COLUMNS, INPUTS, COLUMNS),)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    products = ()
+    squares = ()
+    for _ in tl.static_range(ROWS):
+        squares += (tl.zeros([COLUMNS // vector], tl.float32),)
+        for _ in tl.static_range(HALVES):
+            products += (tl.zeros([n.shape[0], COLUMNS // vector], tl.float32),)
+    for chunk in tl.static_range(chunks):
+        if chunk + AHEAD < chunks:
+            for half in tl.static_range(HALVES):
+                tiles += (_weights(weight, n + half * outputs, present, (chunk + AHEAD) * COLUMNS, INPUTS, COLUMNS),)
+            if norm is not None:
+                scales += (_vector(norm, (chunk + AHEAD) * COLUMNS, INPUTS, COLUMNS),)
+        rows = ()
+        for row in tl.static_range(ROWS):
+            if peaks is not None:
+                rows += (_combined(x, peaks, sums, row, chunk * COLUMNS, INPUTS, COLUMNS, SPLITS, HEAD_DIM),)
+            else:
+                rows += (_vector(x + row * INPUTS, chunk * COLUMNS, INPUTS, COLUMNS),)
+        loaded = ()
+        for half in tl.static_range(HALVES):
+            loaded += (_unpacked(tiles[chunk * HALVES + half], CHAINED),)
+        longer = ()
+        wider = ()
+        for row in tl.static_range(ROWS):
+            h = rows[row]
+            if norm is not None:
+                wider += (squares[row] + tl.sum(tl.reshape(h * h, [COLUMNS // vector, vector]), 1),)
+                h *= scales[chunk]
+            for half in tl.static_range(HALVES):
+                product = loaded[half] * h[None, :]
+                product = tl.reshape(product, [n.shape[0], COLUMNS // vector, vector])
+                longer += (products[row * HALVES + half] + tl.sum(product, 2),)
+        products = longer
+        if norm is not None:
+            squares = wider
+    products = _sums(products, 1)
+    if norm is None:
+        return products
+    else:
+        squares = _sums(squares, 0)
+        results = ()
+        for row in tl.static_range(ROWS):
+            for half in tl.static_range(HALVES):
+                results += (products[row * HALVES + half] * tl.rsqrt(squares[row] / INPUTS + eps),)
+        return results
+
+
+@triton.jit
+def _dot(h, tile, sums, NORMED: tl.constexpr):
+    """sums [DOT_ROWS, OUTPUTS] + h [DOT_ROWS, COLUMNS] @ tile.T, h rounded to the tile's type.
+
+    Rows whose norm's factor is not known yet could leave float16's range: then it is a product in TF32, which has
+    float16's precision and float32's range.
+    """
+    tile = tl.trans(tile)
+    wide: tl.constexpr = NORMED and tile.dtype == tl.float16
+    precision: tl.constexpr = "tf32" if wide else "ieee"
+    if not wide:
+        h = h.to(tile.dtype)
+    if wide or tile.dtype == tl.float32 or INTERPRETED:  # the interpreter's product knows no bfloat16
+        return tl.dot(h.to(tl.float32), tile.to(tl.float32), sums, input_precision=precision)
+    else:
+        return tl.dot(h, tile, sums)
+
+
+@triton.jit
+def _dot_step(sums, squares, tiles, x, norm, rows, start, INPUTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add the products of one chunk of columns to ``sums``, and its squares to ``squares``."""
+    row = tl.arange(0, DOT_ROWS)
+    k = start + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None]
+    if INPUTS % COLUMNS != 0:
+        inside = inside & (k < INPUTS)[None, :]
+    h = tl.load(x + row[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
+    if norm is not None:
+        h = h.to(tl.float32)
+        squares += tl.sum(h * h, 1)
+        h *= _vector(norm, start, INPUTS, COLUMNS)[None, :]
+    results = ()
+    for half in tl.static_range(len(tiles)):
+        results += (_dot(h, tiles[half], sums[half], norm is not None),)
+    return results, squares
+
+
+@triton.jit
+def _many(
+    x, weight, norm, n, present, rows, outputs, eps,
+    INPUTS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, HALVES: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The products of up to DOT_ROWS rows on tensor cores: for each half float32 [DOT_ROWS, OUTPUTS]."""
+    first: tl.constexpr = min(AHEAD * COLUMNS, INPUTS)
+    tiles = ()
+    for start in tl.static_range(0, first, COLUMNS):
+        for half in tl.static_range(HALVES):
+            tiles += (_weights(weight, n + half * outputs, present, start, INPUTS, COLUMNS),)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    sums = ()
+    for _ in tl.static_range(HALVES):
+        sums += (tl.zeros([DOT_ROWS, n.shape[0]], tl.float32),)
+    squares = tl.zeros([DOT_ROWS], tl.float32)
+    for chunk in tl.static_range((first + COLUMNS - 1) // COLUMNS):
+        pair = ()
+        for half in tl.static_range(HALVES):
+            pair += (tiles[chunk * HALVES + half],)
+        sums, squares = _dot_step(sums, squares, pair, x, norm, rows, chunk * COLUMNS, INPUTS, COLUMNS)
+    for start in range(first, INPUTS, COLUMNS):
+        pair = ()
+        for half in tl.static_range(HALVES):
+            pair += (_weights(weight, n + half * outputs, present, start, INPUTS, COLUMNS),)
+        sums, squares = _dot_step(sums, squares, pair, x, norm, rows, start, INPUTS, COLUMNS)
+    results = ()
+    for half in tl.static_range(HALVES):
+        result = sums[half]
+        if norm is not None:
+            result *= tl.rsqrt(squares / INPUTS + eps)[:, None]
+        results += (result,)
+    return results
+
+
+@triton.jit
+def product(
+    y, x, weight, norm, bias, peaks, sums, rows, outputs, eps, cap,
+    ROWS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+    ACTIVATION: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """y [rows, outputs] = what the optional parts make of x [rows, INPUTS] and the weight.
+
+    Each program computes OUTPUTS outputs of all rows, COLUMNS columns of the weight at a time, AHEAD of these chunks
+    read in advance. ROWS rows on CUDA cores, or with ROWS 0 up to 16 on tensor cores. In the first a row's bits depend
+    on INPUTS, COLUMNS, the warps and the weight's type, in the second on OUTPUTS, AHEAD and the pipeline's stages too;
+    in neither on other rows or on how many there are.
+
+    Parts, None if absent: norm [INPUTS]; peaks and sums, and then x is what attention's SPLITS left (see
+    attention_kernels.py; CUDA cores only); bias, float32; cap; ACTIVATION "silu" or "gelu_tanh"; ADD to y.
+    """
+    halves: tl.constexpr = 1 if ACTIVATION is None else 2
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    present = n < outputs
+    biases = None
+    if bias is not None:
+        biases = ()
+        for half in tl.static_range(halves):
+            biases += (tl.load(bias + half * outputs + n, mask=present, other=0.0),)
+    if ROWS == 0:
+        results = _many(x, weight, norm, n, present, rows, outputs, eps, INPUTS, COLUMNS, AHEAD, halves, CHAINED)
+        row = tl.arange(0, DOT_ROWS)
+        at = row[:, None] * outputs + n[None, :]
+        inside = (row < rows)[:, None] & present[None, :]
+        _finish(y, at, inside, results[0], results[halves - 1], biases, cap, ACTIVATION, ADD)
+    else:
+        results = _few(
+            x, peaks, sums, weight, norm, n, present, outputs, eps,
+            ROWS, INPUTS, COLUMNS, AHEAD, halves, SPLITS, HEAD_DIM, CHAINED,
+        )  # fmt: skip
+        for row in tl.static_range(ROWS):
+            values, ups = results[row * halves], results[row * halves + halves - 1]
+            _finish(y, row * outputs + n, present, values, ups, biases, cap, ACTIVATION, ADD)
+
+
+@triton.jit
+def embed(
+    stream, table, history, slots, positions, max_length, hidden, scale, COLUMNS: tl.constexpr, CHAINED: tl.constexpr
+):
+    """stream [rows, hidden] = scale * table[token], the token at a row's slot and position; 0 where the slot is < 0."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, COLUMNS)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    slot = tl.load(slots + row)
+    place = slot * max_length + tl.load(positions + row)
+    token = tl.load(history + tl.where(slot >= 0, place, 0))
+    entries = tl.load(table + token * hidden + k, mask=k < tl.where(slot >= 0, hidden, 0), other=0.0)
+    tl.store(stream + row * hidden + k, entries.to(tl.float32) * scale, mask=k < hidden)
+
+
+@triton.jit
+def _normalised(x, norm, size, eps):
+    return x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * norm
+
+
+@triton.jit
+def add_norm(stream, out, delta, delta_norm, norm, size, eps, COLUMNS: tl.constexpr, CHAINED: tl.constexpr):
+    """Add rows to the stream and normalise what comes of it: each where its arguments are not None.
+
+    stream [rows, size] += delta, normalised with delta_norm if that is there; out [rows, size] = the stream, normalised
+    with norm. One program has a whole row.
+    """
+    at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, COLUMNS)
+    k = tl.arange(0, COLUMNS)
+    inside = k < size
+    before = None if delta_norm is None else tl.load(delta_norm + k, mask=inside, other=0.0)
+    after = None if norm is None else tl.load(norm + k, mask=inside, other=0.0)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    values = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32)
+    if delta is not None:
+        added = tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        if before is not None:
+            added = _normalised(added, before, size, eps)
+        values += added
+        tl.store(stream + at, values, mask=inside)
+    if after is not None:
+        tl.store(out + at, _normalised(values, after, size, eps).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated(out, gate_up, size, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr):
+    """out [rows, size] = act(gate) * up, from rows [rows, 2 * size] of gates and ups."""
+    row = tl.program_id(1).to(tl.int64)
+    k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = k < size
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.load(gate_up + row * 2 * size + k, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + k, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + k, _gate(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,279 @@
+"""Launches the kernels of product_kernels.py: what a decoder computes for a few rows. Needs Triton.
+
+All tensors are dense and on one device; results are written into tensors that are given, so that a graph can be
+captured. ``chained`` launches start before the kernel ahead of them ends and wait for it themselves: that one has to be
+a kernel that waits, or one that is not chained. Norm weights are float32 [n] and plain, as a checkpoint means them
+(Gemma's with 1 added): ``freewheel.ops.norm.RMSNorm`` keeps them times sqrt(n).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from freewheel.ops import product_kernels as kernels
+from freewheel.ops.activation import Activation
+from freewheel.ops.attention_gpu import Partials
+
+MOST_ROWS = 16
+FEW_ROWS = 4  # of these CUDA cores take care
+
+
+class Tile(NamedTuple):
+    """How a product is divided: see ``product_kernels.product``. ``outputs`` counts pairs where there are gates."""
+
+    outputs: int
+    columns: int
+    ahead: int
+    warps: int
+    stages: int = 3
+    dot: bool = False
+
+
+def tile_for(rows: int, outputs: int, inputs: int, gated: bool = False) -> Tile:
+    """How to divide a product with ``outputs`` results of ``inputs`` columns. Not tuned yet: from a sketch's best.
+
+    Columns and warps follow from ``inputs`` alone: so a row gets the same bits whether one row is there or FEW_ROWS.
+    """
+    columns = max(_power(inputs), 16)
+    if rows > FEW_ROWS:
+        return Tile(16 if outputs >= 4096 else 8, min(columns, 128), 2, 4, 4, dot=True)
+    columns = min(columns, 1024)
+    # About 12 KB of a 16-bit weight a program; more where rows are many to read or outputs many; two programs an SM.
+    share = 6144 // (inputs * (2 if gated else 1)) * (2 if rows > 2 else 1) * (2 if outputs > 32768 else 1)
+    return Tile(_power(max(min(share, 8, outputs // 264), 1) + 1) // 2, columns, 3, 4)
+
+
+def product(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    cap: float | None = None,
+    add: bool = False,
+    chained: bool = False,
+    tile: Tile | None = None,
+) -> None:
+    """``y = x @ weight.T``, or ``y += ...`` with ``add``, for 1 to MOST_ROWS rows.
+
+    Sums are float32. Up to FEW_ROWS rows, so are the factors; more are rounded to the weight's type first. A row's bits
+    depend neither on the other rows nor, within 1 to FEW_ROWS and within the numbers above, on how many there are.
+
+    Args:
+        y: [rows, n] of any floating type; with ``add`` the residual stream, float32.
+        x: [rows, m] of any floating type.
+        weight: [n, m], float32, bfloat16 or float16; with ``activation`` [2n, m], the gates' rows before the ups'.
+        norm: float32 [m]: rows are normalised first, with ``eps``.
+        bias: float32, as long as the weight.
+        activation: of the gates, which are multiplied with the ups.
+        cap: c in ``c * tanh(y / c)``.
+        tile: how to divide the work, ``tile_for`` unless given.
+
+    Raises:
+        ValueError: sizes do not fit, or a tensor is not dense.
+    """
+    _launch_product(y, x, weight, None, norm, eps, bias, activation, cap, add, chained, tile)
+
+
+def combine_product(
+    y: Tensor,
+    partials: Partials,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    add: bool = False,
+    chained: bool = False,
+    tile: Tile | None = None,
+) -> None:
+    """``product`` of 1 to FEW_ROWS rows of attention whose splits are added up on the way.
+
+    ``attention_gpu.combine`` does that for more rows, and for a head_dim that is not a power of two.
+
+    Raises:
+        ValueError: as ``product``; too many rows, or splits or head_dim is not a power of two.
+    """
+    if len(y) > FEW_ROWS:
+        raise ValueError(f"combine_product takes up to {FEW_ROWS} rows, not {len(y)}")
+    _launch_product(y, partials.attended, weight, partials, None, 0.0, bias, None, None, add, chained, tile)
+
+
+def embed(
+    stream: Tensor,
+    table: Tensor,
+    history: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    scale: float = 1.0,
+    *,
+    chained: bool = False,
+) -> None:
+    """Begin the residual stream: ``stream[row] = scale * table[history[slots[row], positions[row]]]``.
+
+    Args:
+        stream: float32 [rows, hidden].
+        table: [entries, hidden] of any floating type.
+        history: int64 [slots, max_length], tokens; all within the table.
+        slots, positions: int64 [rows]. A row whose slot is negative is idle: its stream is 0.
+
+    Raises:
+        ValueError: sizes do not fit, or a tensor is not dense.
+    """
+    rows, hidden = stream.shape
+    for places in (slots, positions):
+        _check(places, rows)
+    _check(stream, rows, hidden)
+    _check(table, len(table), hidden)
+    _check(history, *history.shape)
+    _launch(
+        kernels.embed, (rows,), 4, chained,
+        stream, table, history, slots, positions, history.shape[1], hidden, float(scale), _power(hidden),
+    )  # fmt: skip
+
+
+def norm(out: Tensor, x: Tensor, weight: Tensor, eps: float, *, chained: bool = False) -> None:
+    """out [rows, n] of any floating type = ``x / sqrt(mean(x²) + eps) * weight`` for x [rows, n].
+
+    Raises:
+        ValueError: sizes do not fit, or a tensor is not dense.
+    """
+    _launch_norm(out, x, None, None, weight, eps, chained)
+
+
+def add_norm(
+    stream: Tensor,
+    delta: Tensor,
+    *,
+    eps: float,
+    delta_norm: Tensor | None = None,
+    norm: Tensor | None = None,
+    out: Tensor | None = None,
+    chained: bool = False,
+) -> None:
+    """``stream += delta``, normalised with ``delta_norm`` if given; then ``out`` = the stream normalised with ``norm``.
+
+    Args:
+        stream: float32 [rows, n].
+        delta: [rows, n] of any floating type.
+        delta_norm, norm: float32 [n].
+        out: [rows, n] of any floating type, if and only if there is a ``norm``.
+
+    Raises:
+        ValueError: sizes do not fit, a tensor is not dense, or only one of ``norm`` and ``out`` is given.
+    """
+    if (norm is None) != (out is None):
+        raise ValueError("norm and out go together")
+    _launch_norm(out, stream, delta, delta_norm, norm, eps, chained)
+
+
+def gated(out: Tensor, gate_up: Tensor, activation: Activation, *, chained: bool = False) -> None:
+    """out [rows, n] = ``act(gate) * up`` for rows [rows, 2n] that hold gate and up side by side; any floating types.
+
+    Raises:
+        ValueError: sizes do not fit, or a tensor is not dense.
+    """
+    rows, size = out.shape
+    _check(out, rows, size)
+    _check(gate_up, rows, 2 * size)
+    columns = min(_power(size), 1024)
+    _launch(kernels.gated, (-(-size // columns), rows), 4, chained, out, gate_up, size, activation, columns)
+
+
+def _launch_product(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    partials: Partials | None,
+    norm: Tensor | None,
+    eps: float,
+    bias: Tensor | None,
+    activation: Activation | None,
+    cap: float | None,
+    add: bool,
+    chained: bool,
+    tile: Tile | None,
+) -> None:
+    (rows, outputs), inputs = y.shape, weight.shape[1]
+    if not 1 <= rows <= MOST_ROWS:
+        raise ValueError(f"a product takes 1 to {MOST_ROWS} rows, not {rows}")
+    if add and y.dtype != torch.float32:
+        raise ValueError(f"a product is added to a float32 stream, not {y.dtype}")
+    width = outputs if activation is None else 2 * outputs
+    _check(y, rows, outputs)
+    _check(weight, width, inputs)
+    splits = head_dim = peaks = sums = None
+    if partials is None:
+        _check(x, rows, inputs)
+    else:
+        splits, head_dim = _check_partials(partials, rows, inputs)
+        peaks, sums = partials.peaks, partials.sums
+    if norm is not None:
+        _check(norm, inputs)
+    if bias is not None:
+        _check(bias, width)
+    tile = tile or tile_for(rows, outputs, inputs, activation is not None)
+    columns = tile.columns
+    if splits is not None and head_dim is not None:  # splits are held side by side
+        columns = max(min(columns, 4096 // splits), head_dim)
+    _launch(
+        kernels.product, (-(-outputs // tile.outputs),), tile.warps, chained,
+        y, x, weight, norm, bias, peaks, sums, rows, outputs, eps, cap,
+        0 if tile.dot else rows, inputs, tile.outputs, columns, tile.ahead, activation, add, splits, head_dim,
+        stages=tile.stages,
+    )  # fmt: skip
+
+
+def _launch_norm(
+    out: Tensor | None,
+    stream: Tensor,
+    delta: Tensor | None,
+    delta_norm: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    chained: bool,
+) -> None:
+    rows, size = stream.shape
+    for places in (out, stream, delta):
+        if places is not None:
+            _check(places, rows, size)
+    for vector in (delta_norm, weight):
+        if vector is not None:
+            _check(vector, size)
+    columns = _power(size)
+    warps = min(max(columns // 512, 1), 8)
+    _launch(kernels.add_norm, (rows,), warps, chained, stream, out, delta, delta_norm, weight, size, eps, columns)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], warps: int, chained: bool, *args: Any, stages: int = 3) -> None:
+    """The kernel, whose last argument is CHAINED."""
+    if args[0].device.type == "cuda":
+        kernel[grid](*args, chained, num_warps=warps, num_stages=stages, launch_pdl=chained)
+    else:  # interpreted
+        kernel[grid](*args, False)
+
+
+def _check(tensor: Tensor, *shape: int) -> None:
+    if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"expected a dense tensor {list(shape)}, not {list(tensor.shape)} of strides {tensor.stride()}"
+        )
+
+
+def _check_partials(partials: Partials, rows: int, inputs: int) -> tuple[int, int]:
+    """Splits and head_dim."""
+    splits, head_dim = partials.attended.shape[-2:]
+    if splits != _power(splits) or head_dim != _power(head_dim):
+        raise ValueError(f"{splits} splits of head_dim {head_dim}: both must be powers of two")
+    _check(partials.attended, rows, inputs // head_dim, splits, head_dim)
+    for statistics in (partials.peaks, partials.sums):
+        _check(statistics, *partials.attended.shape[:-1])
+    return splits, head_dim
+
+
+def _power(number: int) -> int:
+    """The next power of two."""
+    return triton.next_power_of_2(number)

@@ -1,0 +1,346 @@
+"""The kernels around products say what torch says. Without a CUDA device they run in Triton's interpreter."""
+
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from freewheel.ops.activation import gated as gated_reference
+
+pytest.importorskip("triton", reason="Triton is made for Linux only")
+
+from freewheel.ops import products
+from freewheel.ops.attention_gpu import Partials
+from freewheel.ops.products import FEW_ROWS, MOST_ROWS, Tile
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS = 1e-6
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN and infinity
+ROWS = range(1, MOST_ROWS + 1)
+TILES = [
+    Tile(8, 16, 2, 4),
+    Tile(2, 64, 3, 1),
+    Tile(16, 16, 1, 4, dot=True),
+    Tile(8, 32, 2, 4, dot=True),
+]
+
+COMPILED = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from freewheel.ops import product_kernels as kernels
+
+types = {name: "*fp32" for name in "y norm bias peaks sums stream delta_norm attended x".split()}
+types |= {name: "*bf16" for name in "weight table out delta gate_up".split()}
+types |= {name: "*i64" for name in "history slots positions".split()}
+types |= {name: "fp32" for name in "eps cap scale".split()}
+plain = {"peaks": None, "sums": None, "ACTIVATION": None, "ADD": False, "SPLITS": None, "HEAD_DIM": None}
+everything = {"CHAINED": True, "INPUTS": 320, "OUTPUTS": 4, "COLUMNS": 256, "AHEAD": 1, "SPLITS": 4, "HEAD_DIM": 64}
+dot = {"ROWS": 0, "OUTPUTS": 16, "COLUMNS": 64}
+for name, constants in [
+    ("product", plain | {"ROWS": 1, "norm": None, "bias": None, "cap": None, "ADD": True}),
+    ("product", plain | {"ROWS": 3, "ACTIVATION": "gelu_tanh"}),
+    ("product", plain | {"ROWS": 2, "peaks": "*fp32", "sums": "*fp32", "norm": None, "cap": None, "ADD": True} | {
+        "SPLITS": 8, "HEAD_DIM": 64}),
+    ("product", plain | dot | {"ACTIVATION": "silu"}),
+    ("product", plain | dot | {"weight": "*fp16"}),
+    ("product", plain | dot | {"weight": "*fp32", "norm": None}),
+    ("embed", {}), ("add_norm", {}), ("add_norm", {"delta": None, "delta_norm": None}),
+    ("gated", {"ACTIVATION": "silu"}),
+]:
+    kernel = getattr(kernels, name)
+    given = {key: value for key, value in {**everything, **constants}.items() if key in kernel.arg_names}
+    kinds = types | {key: value for key, value in given.items() if str(value).startswith("*")}
+    given = {key: value for key, value in given.items() if key not in types or value is None}
+    signature = {arg: "constexpr" if arg in given else kinds.get(arg, "i32") for arg in kernel.arg_names}
+    compile(ASTSource(kernel, signature, constexprs=given), target=GPUTarget("cuda", 90, 32))
+    print(name)
+"""
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+
+
+def close(ours: Tensor, reference: Tensor, tolerance: float = 2e-5) -> None:
+    """Within ``tolerance`` of the reference's size."""
+    assert ours.isfinite().all()
+    assert (ours.double() - reference).norm() <= tolerance * reference.norm()
+
+
+def same(ours: Tensor, theirs: Tensor) -> None:
+    """The same bits on a GPU. NumPy sums up one tensor in another order than several side by side."""
+    if DEVICE == "cuda":
+        assert torch.equal(ours, theirs)
+    else:
+        close(ours, theirs.double(), 1e-6)
+
+
+def expected(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    y: Tensor | None = None,
+    norm: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: Any = None,
+    cap: float | None = None,
+) -> Tensor:
+    """The product and what surrounds it in float64."""
+    h = x.double()
+    if norm is not None:
+        h = rms(h, norm.double())
+    result = functional.linear(h, weight.double(), None if bias is None else bias.double())
+    if activation is not None:
+        result = gated_reference(result, activation)
+    if cap is not None:
+        result = torch.tanh(result / cap) * cap
+    return result if y is None else y.double() + result
+
+
+def run(
+    x: Tensor, weight: Tensor, *, y: Tensor | None = None, dtype: torch.dtype = torch.float32, **parts: Any
+) -> Tensor:
+    """``products.product`` into fresh memory, or added to ``y``."""
+    outputs = len(weight) // (2 if parts.get("activation") else 1)
+    result = torch.full((len(x), outputs), torch.nan, dtype=dtype, device=DEVICE) if y is None else y.clone()
+    products.product(result, x, weight, eps=EPS, add=y is not None, **parts)
+    return result
+
+
+def partials(rows: int, heads: int, splits: int, head_dim: int) -> tuple[Partials, Tensor]:
+    """Attention whose splits are in part or wholly empty, with garbage for what they hold; and merged, float64."""
+    scores = 3 * random(rows, heads, splits, 5)
+    empty = random(rows, heads, splits, seed=1) > 0.5
+    empty[-1] = True
+    values = random(rows, heads, splits, 5, head_dim, seed=2)
+    peaks = scores.amax(-1)
+    weights = (scores - peaks[..., None]).exp()
+    attended = (weights[..., None] * values).sum(-2).masked_fill_(empty[..., None], torch.nan)
+    given = Partials(
+        (peaks / math.log(2)).masked_fill(empty, -torch.inf), weights.sum(-1).masked_fill(empty, 0), attended
+    )
+    shares = scores.double().masked_fill(empty[..., None], -torch.inf).flatten(2).softmax(-1).nan_to_num(0)
+    return given, (shares[..., None] * values.double().flatten(2, 3)).sum(-2).flatten(1)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("part", ["nothing", "norm", "bias", "silu", "gelu_tanh", "cap", "add", "everything"])
+def test_a_product_and_its_parts(part: str, tile: Tile) -> None:
+    rows, outputs, inputs = 2, 11, 72
+    all_parts: dict[str, Any] = {
+        "norm": 1 + 0.1 * random(inputs),
+        "bias": random(outputs),
+        "activation": part,
+        "cap": 3.0,
+        "y": random(rows, outputs, seed=3),
+    }
+    asked: dict[str, Any]
+    if part == "everything":
+        asked = {**all_parts, "activation": "gelu_tanh"}
+    else:
+        names = {"silu": ["activation"], "gelu_tanh": ["activation"], "add": ["y"], "nothing": []}.get(part, [part])
+        asked = {name: all_parts[name] for name in names}
+    width = 2 * outputs if "activation" in asked else outputs
+    if "bias" in asked:
+        asked["bias"] = random(width)
+    x, weight = 2 * random(rows, inputs, seed=4), random(width, inputs, seed=5) / inputs**0.5
+    close(run(x, weight, tile=tile, **asked), expected(x, weight, **asked))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_any_number_of_rows(rows: int) -> None:
+    x, weight, norm = random(rows, 40), random(5, 40), random(40)
+    close(run(x, weight, norm=norm), expected(x, weight, norm=norm))
+
+
+@pytest.mark.parametrize("dot", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (3, 17), (33, 24), (7, 640), (2, 1536), (2, 3072), (3, 2500)])
+def test_any_size(outputs: int, inputs: int, dot: bool) -> None:
+    x, weight, norm = random(2, inputs), random(outputs, inputs), random(inputs)
+    tile = products.tile_for(MOST_ROWS if dot else 2, outputs, inputs)
+    assert tile.dot == dot
+    close(run(x, weight, norm=norm, tile=tile), expected(x, weight, norm=norm))
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_any_type(dtype: torch.dtype, rows: int) -> None:
+    """Of the weight, of rows and of results. Only tensor cores round a row to the weight's type."""
+    x, weight, norm = random(rows, 48), random(16, 48, dtype=dtype), random(48)
+    rounding = {torch.bfloat16: 5e-3, torch.float16: 1e-3}.get(dtype, 2e-5) if rows > FEW_ROWS else 2e-5
+    choices: list[dict[str, Any]] = [{}, {"norm": norm}, {"activation": "silu"}]
+    for parts in choices:
+        close(run(x, weight, **parts), expected(x, weight, **parts), 2 * rounding)
+        narrow = run(x.to(dtype), weight, dtype=dtype, **parts)
+        close(narrow, expected(x.to(dtype), weight, **parts), 2 * rounding + torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_large_rows_stay_within_float16(rows: int) -> None:
+    """A residual stream may leave float16's range; its norm does not."""
+    x, weight, norm = 1e5 * random(rows, 48), random(16, 48, dtype=torch.float16), 10 + random(48)
+    close(run(x, weight, norm=norm), expected(x, weight, norm=norm), 1e-3)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_rows_do_not_see_each_other(tile: Tile) -> None:
+    """Not even what is not finite, and however many there are (but for NumPy's own order of summing)."""
+    x, weight, norm = random(4, 72), random(9, 72), random(72)
+    whole = run(x, weight, norm=norm, tile=tile)
+    for row in range(4):
+        same(run(x[row : row + 1], weight, norm=norm, tile=tile), whole[row : row + 1])
+    x[1], x[2] = torch.nan, torch.inf
+    assert torch.equal(run(x, weight, norm=norm, tile=tile)[[0, 3]], whole[[0, 3]])
+
+
+def test_a_row_has_the_same_bits_in_any_few_rows() -> None:
+    """With the tiles that are chosen for their number."""
+    x, weight = random(MOST_ROWS, 200), random(5, 200)
+    for rows in ROWS:
+        lowest = 1 if rows <= FEW_ROWS else FEW_ROWS + 1
+        same(run(x[:rows], weight)[:lowest], run(x[:lowest], weight))
+
+
+@pytest.mark.parametrize("rows", [1, FEW_ROWS])
+@pytest.mark.parametrize(("heads", "splits", "head_dim"), [(3, 1, 16), (5, 8, 32)])
+def test_products_of_attention_in_splits(rows: int, heads: int, splits: int, head_dim: int) -> None:
+    given, attention = partials(rows, heads, splits, head_dim)
+    weight, stream = random(6, heads * head_dim), random(rows, 6)
+    for tile in (None, Tile(4, head_dim, 1, 4)):
+        for bias in (None, random(6)):
+            result = torch.full_like(stream, torch.nan)
+            products.combine_product(result, given, weight, bias=bias, tile=tile)
+            close(result + 1, expected(attention, weight, bias=bias) + 1)
+    result = stream.clone()
+    products.combine_product(result, given, weight, add=True)
+    close(result, expected(attention, weight, y=stream))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_embeddings(dtype: torch.dtype) -> None:
+    table, history = random(50, 24, dtype=dtype), torch.randint(50, (3, 9), device=DEVICE)
+    slots, positions = torch.tensor([2, -1, 0, 2], device=DEVICE), torch.tensor([8, -7, 0, 1], device=DEVICE)
+    stream = torch.full((4, 24), torch.nan, device=DEVICE)
+    products.embed(stream, table, history, slots, positions, 24**0.5)
+    reference = table[history[slots, positions.clamp(min=0)]].float() * 24**0.5
+    reference[1] = 0
+    assert torch.equal(stream, reference)
+
+
+@pytest.mark.parametrize("size", [24, 640])
+def test_norms_and_additions(size: int) -> None:
+    stream, delta, weights = random(5, size), random(5, size, seed=1).bfloat16(), (random(size), random(size, seed=2))
+    out = torch.empty(5, size, dtype=torch.bfloat16, device=DEVICE)
+    products.norm(out, stream, weights[0], EPS)
+    close(out, rms(stream.double(), weights[0].double()), 4e-3)
+    for delta_norm in (None, weights[1]):
+        added = delta.double() if delta_norm is None else rms(delta.double(), delta_norm.double())
+        for norm in (None, weights[0]):
+            ours, normalised = stream.clone(), None if norm is None else torch.empty_like(stream)
+            products.add_norm(ours, delta, eps=EPS, delta_norm=delta_norm, norm=norm, out=normalised)
+            close(ours, stream.double() + added)
+            if norm is not None and normalised is not None:
+                close(normalised, rms(stream.double() + added, norm.double()))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gates(activation: Any) -> None:
+    gate_up = 4 * random(3, 2 * 1100)
+    gate_up[0, :3] = torch.tensor([-200.0, 0.0, 200.0])
+    out = torch.empty(3, 1100, device=DEVICE)
+    products.gated(out, gate_up, activation)
+    close(out, gated_reference(gate_up.double(), activation))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, weight, y = random(2, 8), random(6, 8), random(2, 6)
+    bad: list[tuple[Any, ...]] = [
+        (y, x[:, :7], weight), (y, x, weight[:5]), (y, x, random(8, 6).T), (random(17, 6), random(17, 8), weight),
+    ]  # fmt: skip
+    for args in bad:
+        with pytest.raises(ValueError, match=r"expected|rows"):
+            products.product(*args)
+    with pytest.raises(ValueError, match="expected"):
+        products.product(y, x, weight, norm=random(7))
+    with pytest.raises(ValueError, match="stream"):
+        products.product(y.bfloat16(), x, weight, add=True)
+    with pytest.raises(ValueError, match="powers of two"):
+        products.combine_product(y, Partials(random(2, 2, 1), random(2, 2, 1), random(2, 2, 1, 3)), random(6, 6))
+    with pytest.raises(ValueError, match="together"):
+        products.add_norm(y, y, eps=EPS, norm=random(6))
+
+
+def test_tiles_cover_what_models_need() -> None:
+    for outputs, inputs in [(4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (640, 1024), (151_936, 1024)]:
+        for few in range(1, FEW_ROWS + 1):
+            tile = products.tile_for(few, outputs, inputs)
+            assert outputs / tile.outputs >= 264
+            assert (tile.columns, tile.warps) == products.tile_for(1, outputs, inputs)[1:4:2]
+
+
+def test_kernels_compile_for_a_gpu() -> None:
+    """The interpreter knows no types and no registers: the compiler does, and needs no GPU."""
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=COMPILED, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == 6 * ["product"] + ["embed", "add_norm", "add_norm", "gated"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "activation"),
+    [(4096, 1024, None), (1024, 2048, None), (3072, 1024, "silu"), (1024, 3072, None), (151_936, 1024, None)],
+)
+@pytest.mark.parametrize("chained", [False, True])
+def test_the_sizes_of_a_model(rows: int, outputs: int, inputs: int, activation: Any, chained: bool) -> None:
+    x, norm = random(rows, inputs), 1 + 0.1 * random(inputs)
+    weight = (random(outputs * (2 if activation else 1), inputs) / inputs**0.5).bfloat16()
+    ours = run(x, weight, norm=norm, activation=activation, chained=chained)
+    close(ours, expected(x, weight, norm=norm, activation=activation), 2e-5 if rows <= FEW_ROWS else 1e-2)
+    lowest = 1 if rows <= FEW_ROWS else FEW_ROWS + 1
+    alone = run(x[:lowest].contiguous(), weight, norm=norm, activation=activation, chained=chained)
+    assert torch.equal(ours[:lowest], alone)
+
+
+@pytest.mark.gpu
+def test_a_chain_of_launches_waits_for_each_before() -> None:
+    """A layer's worth of launches in a captured graph, replayed: each reads what the one before it wrote."""
+    rows, hidden = 4, 1024
+    gate_up, down = (random(*shape, dtype=torch.bfloat16) / 32 for shape in ((6144, hidden), (hidden, 3072)))
+    norm, start = 1 + 0.1 * random(hidden), random(rows, hidden)
+    stream, inner = start.clone(), torch.empty(rows, 3072, dtype=torch.bfloat16, device=DEVICE)
+
+    def step() -> None:
+        stream.copy_(start)
+        for layer in range(20):
+            products.product(inner, stream, gate_up, norm=norm, eps=EPS, activation="silu", chained=layer > 0)
+            products.product(stream, inner, down, add=True, chained=True)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    reference = start.double()
+    for _ in range(20):
+        reference = (
+            reference + gated_reference(rms(reference, norm.double()) @ gate_up.double().T, "silu") @ down.double().T
+        )
+    first = None
+    for _ in range(20):
+        graph.replay()
+        close(stream, reference, 2e-2)
+        first = stream.clone() if first is None else first
+        assert torch.equal(stream, first)
