@@ -75,12 +75,12 @@ def _unpacked(tile, CHAINED: tl.constexpr):
 
 @triton.jit
 def _vector(x, start, INPUTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Entries ``start + [0, COLUMNS)`` of a vector, float32 [COLUMNS]; 0 outside."""
+    """Entries ``start + [0, COLUMNS)`` of a vector, [COLUMNS]; 0 outside."""
     k = start + tl.arange(0, COLUMNS)
     if INPUTS % COLUMNS != 0:
-        return tl.load(x + k, mask=k < INPUTS, other=0.0).to(tl.float32)
+        return tl.load(x + k, mask=k < INPUTS, other=0.0)
     else:
-        return tl.load(x + k).to(tl.float32)
+        return tl.load(x + k)
 
 
 @triton.jit
@@ -97,6 +97,21 @@ def _combined(
     places = at.to(tl.int64)[:, :, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, None, :]
     parts = tl.load(attended + places, mask=(peak > -float("inf"))[:, :, None], other=0.0)
     return tl.reshape(tl.sum(parts * shares[:, :, None], 1), [COLUMNS])
+
+
+@triton.jit
+def _rows(
+    x, peaks, sums, start,
+    ROWS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Columns ``start + [0, COLUMNS)`` of each row, a tuple of [COLUMNS]: of x itself, or of attention."""
+    rows = ()
+    for row in tl.static_range(ROWS):
+        if peaks is not None:
+            rows += (_combined(x, peaks, sums, row, start, INPUTS, COLUMNS, SPLITS, HEAD_DIM),)
+        else:
+            rows += (_vector(x + row * INPUTS, start, INPUTS, COLUMNS),)
+    return rows
 
 
 @triton.jit
@@ -129,6 +144,7 @@ def _few(
     """The products of ROWS rows on CUDA cores: a tuple of float32 [OUTPUTS], for each row its HALVES.
 
     A thread adds up the products of its own columns: VECTOR at a time, chunk by chunk; then threads, then warps add up.
+    Weights are read AHEAD chunks in advance, rows one chunk.
     """
     chunks: tl.constexpr = (INPUTS + COLUMNS - 1) // COLUMNS
     vector: tl.constexpr = 128 // weight.dtype.element_ty.primitive_bitwidth
@@ -142,6 +158,7 @@ def _few(
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
+    rows = _rows(x, peaks, sums, 0, ROWS, INPUTS, COLUMNS, SPLITS, HEAD_DIM)
     products = ()
     squares = ()
     for _ in tl.static_range(ROWS):
@@ -154,19 +171,15 @@ def _few(
                 tiles += (_weights(weight, n + half * outputs, present, (chunk + AHEAD) * COLUMNS, INPUTS, COLUMNS),)
             if norm is not None:
                 scales += (_vector(norm, (chunk + AHEAD) * COLUMNS, INPUTS, COLUMNS),)
-        rows = ()
-        for row in tl.static_range(ROWS):
-            if peaks is not None:
-                rows += (_combined(x, peaks, sums, row, chunk * COLUMNS, INPUTS, COLUMNS, SPLITS, HEAD_DIM),)
-            else:
-                rows += (_vector(x + row * INPUTS, chunk * COLUMNS, INPUTS, COLUMNS),)
+        if chunk + 1 < chunks:
+            rows += _rows(x, peaks, sums, (chunk + 1) * COLUMNS, ROWS, INPUTS, COLUMNS, SPLITS, HEAD_DIM)
         loaded = ()
         for half in tl.static_range(HALVES):
             loaded += (_unpacked(tiles[chunk * HALVES + half], CHAINED),)
         longer = ()
         wider = ()
         for row in tl.static_range(ROWS):
-            h = rows[row]
+            h = rows[chunk * ROWS + row].to(tl.float32)
             if norm is not None:
                 wider += (squares[row] + tl.sum(tl.reshape(h * h, [COLUMNS // vector, vector]), 1),)
                 h *= scales[chunk]
