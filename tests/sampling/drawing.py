@@ -12,17 +12,48 @@ from freewheel.sampling import Sampler, SampleRows, Samples, SamplingParams, Sam
 
 Draw = Literal["two_level", "gumbel", "multinomial"]
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where the kernels run."""
+
+SMALLEST = [(93_850, 55_708), (343_682, 2_498), (64_310, 40_925)]
+LARGEST = [(158_408, 41_257), (54_744, 36_272), (19_922, 64_083)]
+"""Seeds and positions whose random word is the smallest or the largest there is: word 0, which draws a block, word 1,
+which draws an id of it, and word 2, which draws from what top-k leaves."""
+
+LOUDEST = [(9_998, 4_424, 25), (17_420, 7_436, 23), (35_604, 7_382, 9)]
+"""Seeds, positions and ids whose Gumbel noise is the largest there is."""
+
+
+def new_state(slots: int, vocab: int, length: int, *, fused: bool = False, **options: Any) -> SamplingState:
+    """A state for the kernels or for the torch path."""
+    return SamplingState(slots, vocab, length, device=DEVICE if fused else "cpu", fused=fused, **options)
+
+
+def sample_at(
+    state: SamplingState, logits: Tensor, keys: Sequence[tuple[int, int]], *, draw: Draw = "two_level", **masks: Tensor
+) -> Samples:
+    """One row for each slot and position in ``keys``."""
+    on = {name: mask.to(state.device) for name, mask in masks.items()}
+    slots, positions = torch.tensor(keys, device=state.device).unbind(1)
+    rows = SampleRows(slots, positions, **on)
+    return Sampler(state, draw=draw).sample(logits.expand(len(keys), -1).to(state.device), rows)
+
 
 def sample_each(
-    logits: Tensor, params: Sequence[SamplingParams], *, prompt: Sequence[int] = (0,), **join: Any
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    *,
+    prompt: Sequence[int] = (0,),
+    draw: Draw = "two_level",
+    fused: bool = False,
+    **join: Any,
 ) -> Samples:
     """One row for each of ``params``, with seeds 0, 1, ...; ``logits`` [vocab] for all or [rows, vocab]."""
-    logits = logits.expand(len(params), -1)
-    state = SamplingState(len(params), logits.shape[1], 64)
+    state = new_state(len(params), logits.shape[-1], 64, fused=fused)
     for slot, row_params in enumerate(params):
         state.join(slot, row_params, prompt, seed=slot, **join)
-    slots, length = torch.arange(len(params)), len(prompt) + len(join.get("output_ids", ()))
-    return Sampler(state).sample(logits, SampleRows(slots, torch.full_like(slots, length)))
+    length = len(prompt) + len(join.get("output_ids", ()))
+    return sample_at(state, logits, [(slot, length) for slot in range(len(params))], draw=draw)
 
 
 def sample_many(

@@ -1,5 +1,6 @@
 """The Triton kernels say what the torch path says. Without a CUDA device they run in Triton's interpreter."""
 
+import math
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from drawing import Draw, p_value
+from drawing import Draw, p_value, sample_each
 from reference import edited_logits, probabilities
 from torch import Tensor
 
@@ -378,6 +379,38 @@ def test_ids_past_the_vocabulary_are_never_drawn() -> None:
     asked = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5, logit_bias={2: 1.0})]
     tokens = sample(joined(asked, valid_vocab_size=500), logits, range(3)).tokens.tolist()
     assert tokens == sample(joined(asked), cut, range(3)).tokens.tolist()
+
+
+@pytest.mark.parametrize("size", [2, 7, 8, 9])
+def test_what_is_kept_of_a_tie_does_not_depend_on_the_batch(size: int) -> None:
+    """Few rows, a few demanding ones among many, and many of them are finished by different kernels."""
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(12)).clamp(max=2).bfloat16()
+    logits[[7, 100]], logits[3::10] = 4.0, 3.75
+    kept = [7, 100, 3, 13, 23]
+    limited = SamplingParams(top_k=5, logprobs=7, logprobs_mode="processed")
+    alone = sample_each(logits, [limited], fused=True)
+    assert alone.logprobs is not None
+    for neighbours in ([SamplingParams()] * (size - 1), [SamplingParams(top_k=5)] * (size - 1)):
+        samples = sample_each(logits, [limited, *neighbours], fused=True)
+        assert samples.logprobs is not None
+        assert samples.tokens[0] == alone.tokens[0]
+        assert samples.logprobs.top_logprobs[0].equal(alone.logprobs.top_logprobs[0])
+        assert samples.logprobs.top_ids[0].tolist() == [*kept, 0, 1]
+        assert all(token in kept for token, asked in zip(samples.tokens.tolist(), neighbours) if asked.top_k)
+
+
+def test_probabilities_never_exceed_one_at_low_temperature() -> None:
+    logits = torch.full((3, VOCAB), 0.25)
+    logits[range(3), [0, 300, 699]] = torch.tensor([3.0, 0.375, 0.251])
+    asked = [SamplingParams(temperature=0.001, logprobs=20, logprobs_mode="processed")] * 3
+    ours, theirs = (sample_each(logits, asked, fused=fused) for fused in (True, False))
+    assert ours.tokens.tolist() == theirs.tokens.tolist()
+    assert_same_logprobs(ours, theirs)
+    assert ours.logprobs is not None
+    assert ours.logprobs.top_logprobs.max() <= 0
+    mass = ours.logprobs.top_logprobs.double().exp()
+    assert mass[:2].sum(1).tolist() == pytest.approx([1.0, 1.0], abs=1e-6)
+    assert float(mass[2, 0]) == pytest.approx(math.e / (math.e + VOCAB - 1), rel=1e-3)
 
 
 @pytest.mark.gpu

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from drawing import Draw
+from drawing import LARGEST, LOUDEST, SMALLEST, Draw, new_state, sample_at
 from torch import Tensor
 
 from freewheel.sampling import Sampler, SampleRows, Samples, SamplingParams, SamplingState, Status
 from freewheel.sampling.draw import BLOCK, Gumbel, gumbel_noise, weights
+from freewheel.sampling.rng import NOISE, philox
 
 VOCAB = 3 * 1024 + 77
 KINDS: dict[str, dict[str, Any]] = {
@@ -24,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "masked": {"allowed_token_ids": range(0, VOCAB, 3)},
     "min tokens": {"min_tokens": 5},
     "raw logprobs": {"logprobs": 3},
-    "processed logprobs": {"logprobs": 3, "logprobs_mode": "processed", "top_k": 9},
+    "processed logprobs": {"logprobs": 12, "logprobs_mode": "processed", "top_k": 9},
 }
 NAN, EMPTY = len(KINDS), len(KINDS) + 1
 
@@ -42,6 +43,8 @@ def state() -> SamplingState:
 def logits_of(dtype: torch.dtype) -> Tensor:
     logits = (torch.randn(NAN + 2, VOCAB, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     logits[:, ::9] = logits[:, :1]
+    tied = logits.float().topk(60).indices[:, 5:]  # across the k-th place of every top-k
+    logits.scatter_(1, tied, logits.gather(1, tied)[:, :1].expand_as(tied))
     logits[NAN, 2000] = math.nan
     logits[EMPTY] = -math.inf
     return logits
@@ -58,7 +61,8 @@ def results(samples: Samples) -> list[tuple[Any, ...]]:
             samples.logprobs.top_ids.tolist(),
             samples.logprobs.top_logprobs.tolist(),
         ):
-            about[row] = (*values, *ids[:3], *top[:3])
+            asked_for = sum(id >= 0 for id in ids)
+            about[row] = (*values, *ids[:asked_for], *top[:asked_for])
     return list(zip(samples.tokens.tolist(), samples.status.tolist(), about))
 
 
@@ -168,3 +172,43 @@ def test_the_most_extreme_noise_does_not_draw_a_masked_id(
         logits = torch.tensor([[0.0, unlikely, 1.0, -math.inf]])
         samples = Sampler(state, draw="gumbel").sample(logits, SampleRows(torch.tensor([0]), torch.tensor([1])))
         assert samples.tokens.tolist() == [expected]
+
+
+def test_extreme_words_draw_neither_masked_nor_hopeless_ids(fused: bool) -> None:
+    for keys, extreme in ((SMALLEST, 0), (LARGEST, 2**32 - 1)):
+        assert [philox(seed, position)[word] for word, (seed, position) in enumerate(keys)] == [extreme] * 3
+    logits = torch.tensor([-math.inf, -100.0]).repeat(350)  # of three blocks, of which the second has likely ids
+    logits[[300, 301, 400]] = torch.tensor([0.5, 0.0, 0.3])
+    plain, nucleus, few = SamplingParams(), SamplingParams(top_p=0.999), SamplingParams(top_k=7)
+    cases = [
+        (plain, SMALLEST[0], {300, 301, 400}),
+        (plain, LARGEST[0], {300, 301, 400}),
+        (plain, SMALLEST[1], {300}),
+        (plain, LARGEST[1], {400}),
+        (nucleus, SMALLEST[1], {300}),
+        (nucleus, LARGEST[1], {400}),
+        (few, SMALLEST[2], {300}),
+        (few, LARGEST[2], {301}),
+    ]
+    state = new_state(len(cases), len(logits), 8, fused=fused)
+    for slot, (params, (seed, _), _) in enumerate(cases):
+        state.join(slot, params, [0], seed=seed)
+    tokens = sample_at(state, logits, [(slot, position) for slot, (_, (_, position), _) in enumerate(cases)]).tokens
+    assert all(token in expected for token, (_, _, expected) in zip(tokens.tolist(), cases)), tokens
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 20}, {"allowed_token_ids": [0, *range(7, 32)]}], ids=str)
+def test_the_largest_gumbel_noise_draws_neither_masked_nor_hopeless_ids(limits: dict[str, Any], fused: bool) -> None:
+    state = new_state(len(LOUDEST), 32, 8, fused=fused)
+    for slot, (seed, position, id) in enumerate(LOUDEST):
+        assert philox(seed, position, id // 4, NOISE)[id % 4] == 0
+        state.join(slot, SamplingParams(**limits), [0], seed=seed)
+    keys, loudest = zip(*(((slot, position), id) for slot, (_, position, id) in enumerate(LOUDEST)))
+    drawn = []
+    for logit in (-math.inf, -100.0, 1.0):
+        logits = torch.zeros(len(LOUDEST), 32)
+        logits[range(len(LOUDEST)), loudest] = logit
+        drawn.append(sample_at(state, logits, keys, draw="gumbel").tokens.tolist())
+    assert drawn[0] == drawn[1]
+    assert not any(token == id for token, id in zip(drawn[0], loudest))
+    assert drawn[2] == list(loudest)

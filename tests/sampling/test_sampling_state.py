@@ -5,6 +5,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+from drawing import new_state, sample_at
 from hypothesis import example, given
 
 from freewheel.sampling import Sampler, SampleRows, SamplingParams, SamplingState
@@ -82,6 +83,32 @@ def test_a_slot_keeps_nothing_of_the_one_before() -> None:
     assert run(state, {0: 3}, 8) == run(fresh, {1: 3}, 8)
 
 
+def test_a_demanding_sequence_takes_over_in_a_running_batch(fused: bool) -> None:
+    """All that its logits become is what they become in a state of its own, step after step."""
+    asked = {**DEMANDING, "top_p": 1.0, "logprobs": VOCAB, "logprobs_mode": "processed"}
+    state, alone = new_state(2, VOCAB, 32, fused=fused), SamplingState(1, VOCAB, 32)
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+    join(state, 0, {}, 0, [])
+    join(state, 1, {**asked, "allowed_token_ids": range(9), "logit_bias": {8: 9.0}}, 1, [4, 4, 8])
+    state.append(*torch.tensor([[0, 1], [3, 6], [8, 8]], device=state.device))
+    state.leave(1)
+    join(state, 1, asked, 9, [])
+    join(alone, 0, asked, 9, [])
+    for position in range(3, 6):
+        beside = sample_at(state, logits, [(0, position + 1), (1, position)])
+        expected = sample_at(alone, logits, [(0, position)])
+        assert beside.tokens[1] == expected.tokens[0]
+        assert beside.logprobs is not None
+        assert expected.logprobs is not None
+        assert beside.logprobs.top_ids[-1].tolist() == expected.logprobs.top_ids[0].tolist()
+        torch.testing.assert_close(
+            beside.logprobs.top_logprobs[-1].cpu(), expected.logprobs.top_logprobs[0], atol=1e-5, rtol=1e-5
+        )
+        slots, positions = torch.tensor([[0, 1], [position + 1, position]], device=state.device)
+        state.append(slots, positions, beside.tokens)
+        alone.append(torch.tensor([0]), torch.tensor([position]), expected.tokens)
+
+
 def test_count_rows_exist_only_for_slots_with_penalties() -> None:
     state = SamplingState(8, VOCAB, 16)
     for slot in range(8):
@@ -92,13 +119,15 @@ def test_count_rows_exist_only_for_slots_with_penalties() -> None:
     assert sorted(state.count_rows.tolist()) == [-1] * 6 + [0, 1]
 
 
-def test_a_row_without_a_token_is_not_appended() -> None:
-    state = SamplingState(3, VOCAB, 16)
+def test_a_row_without_a_token_is_not_appended(fused: bool) -> None:
+    state = new_state(3, VOCAB, 16, fused=fused)
     for slot in range(3):
         join(state, slot, {"frequency_penalty": 1.0}, slot, [])
-    state.append(torch.tensor([2, 0, 1]), torch.full((3,), 3), torch.tensor([7, -1, 9]))
+    before = state.history.clone()
+    state.append(*torch.tensor([[2, 0, 1], [3, 3, 3], [7, -1, 9]], device=state.device))
     assert state.history[:, 3].tolist() == [0, 9, 7]
-    rows, tokens, counts = state.seen_tokens(torch.tensor([0, 2]), torch.tensor([3, 4]))
+    assert torch.equal(state.history[0], before[0])
+    rows, tokens, counts = state.seen_tokens(*torch.tensor([[0, 2], [3, 4]], device=state.device))
     assert rows.tolist() == [0, 0, 0, 1, 1, 1, 1]
     assert tokens.tolist() == [1, 2, 3, 1, 2, 3, 7]
     assert counts.tolist() == [0, 0, 0, 0, 0, 0, 1]

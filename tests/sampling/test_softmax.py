@@ -58,6 +58,17 @@ def test_one_finite_logit_has_all_the_mass(path: bool, index: int) -> None:
     assert softmax(logits, 0.5, fused=path)[0].nonzero().flatten().tolist() == [index]
 
 
+@pytest.mark.parametrize("vocab", [BLOCK - 1, BLOCK, BLOCK + 1, 9 * BLOCK])
+def test_rows_with_little_left_have_mass_there_alone(path: bool, vocab: int) -> None:
+    """At one id, or in one block: what a program of the kernels sees may be nothing but -inf."""
+    logits = torch.full((4, vocab), -torch.inf, device=DEVICE)
+    logits[[0, 1, 2], [0, vocab // 2, vocab - 1]] = -7.0
+    logits[3, -9:] = torch.arange(9.0, device=DEVICE)
+    probabilities = softmax(logits, 2.0, fused=path)
+    torch.testing.assert_close(probabilities.double(), exact(logits, 2.0), rtol=2e-6, atol=0)
+    assert torch.equal(probabilities > 0, logits > -torch.inf)
+
+
 def test_rows_without_a_distribution_give_nan_and_leave_their_neighbours_alone(path: bool) -> None:
     logits = torch.randn(4, 600, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     healthy = softmax(logits, fused=path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawing import sample_each, sample_many
+from drawing import Draw, new_state, sample_at, sample_many
 
 from freewheel.sampling import Sampler, SampleRows, SamplingParams, SamplingState, Status
 from freewheel.sampling.transforms import transform
@@ -53,6 +53,31 @@ def test_frequency_and_presence_penalties_see_the_output_only() -> None:
     assert values == [1.0, 0.25, -0.75, 1.0, 1.0]
 
 
+def test_draws_see_penalties_once_for_each_distinct_token(fused: bool) -> None:
+    """Prompt, output and what the logits 2, 0, -2, -inf, 2, 0, -2 become."""
+    repeated, counted = {"repetition_penalty": 1.5}, {"frequency_penalty": 0.5, "presence_penalty": 0.25}
+    seen = [0, 1, 2, 3]
+    cases: list[tuple[dict[str, Any], list[int], list[int], list[float]]] = [
+        (repeated, seen, [], [2 / 1.5, 0, -3, -math.inf, 2, 0, -2]),
+        (repeated, seen * 10, [], [2 / 1.5, 0, -3, -math.inf, 2, 0, -2]),
+        (repeated, [0], seen * 10, [2 / 1.5, 0, -3, -math.inf, 2, 0, -2]),
+        ({"repetition_penalty": 0.5}, seen, seen, [4, 0, -1, -math.inf, 2, 0, -2]),
+        (counted, [0, 0, 1], [1, 2, 2, 2], [2, -0.75, -3.75, -math.inf, 2, 0, -2]),
+        ({**repeated, **counted}, [0, 0, 2], [0, 3], [2 / 1.5 - 0.75, 0, -3, -math.inf, 2, 0, -2]),
+        ({"frequency_penalty": -2.0}, [0], [4, 4, 3], [2, 0, -2, -math.inf, 6, 0, -2]),
+    ]
+    state = new_state(len(cases), 7, 64, fused=fused)
+    for slot, (fields, prompt, output, _) in enumerate(cases):
+        params = SamplingParams(logprobs=7, logprobs_mode="processed", **fields)
+        state.join(slot, params, prompt, seed=slot, output_ids=output)
+    keys = [(slot, len(prompt) + len(output)) for slot, (_, prompt, output, _) in enumerate(cases)]
+    logprobs = sample_at(state, torch.tensor([2.0, 0.0, -2.0, -math.inf, 2.0, 0.0, -2.0]), keys).logprobs
+    assert logprobs is not None
+    found = torch.empty(len(cases), 7).scatter(1, logprobs.top_ids.cpu(), logprobs.top_logprobs.cpu())
+    expected = torch.tensor([values for *_, values in cases]).log_softmax(1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_negative_frequency_penalty_favours_the_output() -> None:
     assert transformed([1.0] * 3, SamplingParams(frequency_penalty=-2.0), [0], [1, 1]) == [1.0, 5.0, 1.0]
 
@@ -83,6 +108,27 @@ def test_end_ids_are_held_back_for_exactly_min_tokens(prompt_length: int, min_to
         params = SamplingParams(min_tokens=min_tokens, ignore_eos=ignore_eos, stop_token_ids=[4])
         held = forbidden(params, [3] * prompt_length, [1] * made, end_ids=[5, 6, -1, VOCAB])
         assert held == ({4, 5, 6} if made < min_tokens else set())
+
+
+def test_rows_are_held_back_as_long_as_each_asked(fused: bool) -> None:
+    """Whatever the prompt's length, and whether something else changes their logits too."""
+    logits = torch.tensor([0.0, 0.0, 0.0, 0.0, 8.0, 9.0, 8.5, 1.0])  # best are a stop id and two end ids, then the last
+    asked = [(1, 1, 0.0), (1, 3, 0.5), (40, 0, 0.5), (40, 1, 0.5), (40, 3, 0.0)]
+    state = new_state(len(asked), VOCAB, 64, fused=fused)
+    for slot, (length, least, bias) in enumerate(asked):
+        params = SamplingParams(
+            temperature=0.0, min_tokens=least, stop_token_ids=[4], logit_bias={0: bias} if bias else None
+        )
+        state.join(slot, params, [3] * length, seed=slot, end_ids=[5, 6, -1, VOCAB, 2**31])
+    drawn: list[list[int]] = [[] for _ in asked]
+    while going := [slot for slot, tokens in enumerate(drawn) if 5 not in tokens]:
+        keys = [(slot, asked[slot][0] + len(drawn[slot])) for slot in going]
+        tokens = sample_at(state, logits, keys).tokens
+        slots, positions = torch.tensor(keys, device=state.device).unbind(1)
+        state.append(slots, positions, tokens)
+        for slot, token in zip(going, tokens.tolist()):
+            drawn[slot].append(token)
+    assert drawn == [[7] * least + [5] for _, least, _ in asked]
 
 
 @pytest.mark.parametrize(("end_ids", "edited"), [([5], [True, True, False, False]), ([], [False] * 4)])
@@ -143,23 +189,22 @@ def test_bad_words_of_several_rows_stay_apart() -> None:
     assert values.isinf().nonzero().tolist() == [[0, 4], [0, 5], [1, 2], [1, 3], [3, 4], [3, 6]]
 
 
-def test_an_allow_list_whose_last_id_is_forbidden_is_refused_or_reported() -> None:
-    params = SamplingParams(allowed_token_ids=[3], bad_words=["x"])
-    state = SamplingState(3, VOCAB, 16)
+def test_an_allow_list_whose_last_id_is_forbidden_is_refused_or_reported(fused: bool) -> None:
+    state = new_state(5, VOCAB, 16, fused=fused)
     with pytest.raises(ValueError, match=r"allowed_token_ids .* bad_words"):
-        state.join(0, params, [1], seed=0, bad_word_ids=[[3]])
-    for slot, temperature in enumerate((0.0, 1.0)):
-        greedy_or_random = SamplingParams(allowed_token_ids=[3], bad_words=["x"], temperature=temperature, logprobs=2)
-        state.join(slot, greedy_or_random, [1], seed=0, bad_word_ids=[[1, 3]])
-    state.join(2, SamplingParams(logprobs=1), [1], seed=5)
-    slots = torch.arange(3)
-    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
-    samples = Sampler(state).sample(logits, SampleRows(slots, torch.ones_like(slots)))
-    alone = Sampler(state).sample(logits[2:], SampleRows(slots[2:], torch.tensor([1])))
-    assert samples.status.tolist() == [Status.EMPTY, Status.EMPTY, Status.OK]
-    assert samples.tokens.tolist() == [-1, -1, int(alone.tokens)]
+        state.join(0, SamplingParams(allowed_token_ids=[3], bad_words=["x"]), [1], seed=0, bad_word_ids=[[3]])
+    variants: list[Any] = [{"temperature": 0.0}, {}, {"top_k": 2}, {"min_tokens": 2, "allowed_token_ids": [3, 7]}]
+    for slot, fields in enumerate(variants):
+        params = SamplingParams(bad_words=["x"], logprobs=2, **{"allowed_token_ids": [3], **fields})
+        state.join(slot, params, [1], seed=0, bad_word_ids=[[1, 3]], end_ids=[7])
+    state.join(4, SamplingParams(logprobs=1), [1], seed=5)
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))
+    samples = sample_at(state, logits, [(slot, 1) for slot in range(5)])
+    alone = sample_at(state, logits[4:], [(4, 1)])
+    assert samples.status.tolist() == [Status.EMPTY] * 4 + [Status.OK]
+    assert samples.tokens.tolist() == [-1] * 4 + alone.tokens.tolist()
     assert samples.logprobs is not None
-    assert samples.logprobs.rows.tolist() == [2]
+    assert samples.logprobs.rows[samples.logprobs.ranks > 0].tolist() == [4]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -198,15 +243,43 @@ def test_padding_past_the_tokenizers_vocabulary_is_never_drawn_or_listed() -> No
         state.join(0, SamplingParams(logit_bias={1000: 1.0}), [1], seed=0)
 
 
-def test_a_greedy_row_with_masked_ids_beside_a_random_one() -> None:
-    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
-    best = int(logits[0].argmax())
-    second = int(logits[0].argsort(descending=True)[1])
-    allowed = [token for token in range(VOCAB) if token != best]
-    variants: list[Any] = [{"logit_bias": {best: -1e30}}, {"allowed_token_ids": allowed}]
-    for greedy in variants:
-        #: {best: -1e30}}, {"allowed_token_ids": allowed}):
-        both = sample_each(logits, [SamplingParams(temperature=0.0, **greedy), SamplingParams()])
-        plain = sample_each(logits, [SamplingParams(), SamplingParams()])
-        assert both.status.tolist() == [Status.OK, Status.OK]
-        assert both.tokens.tolist() == [second, int(plain.tokens[1])]
+@pytest.mark.parametrize("draw", ["two_level", "gumbel"])
+def test_likely_padding_is_never_drawn_or_listed_beside_any_demand(draw: Draw, fused: bool) -> None:
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(2))
+    logits[:, 280:] = 50.0
+    variants: list[Any] = [
+        {"temperature": 0.0, "logprobs": 4},
+        {"top_p": 0.9, "logprobs": 4, "logprobs_mode": "processed"},
+        {"top_k": 2, "logprobs": 4, "logprobs_mode": "processed"},
+        {"repetition_penalty": 0.1, "frequency_penalty": -2.0},
+        {"temperature": 5.0},
+        {},
+    ]
+    state = new_state(len(variants), 300, 16, fused=fused, valid_vocab_size=280)
+    for slot, fields in enumerate(variants):
+        state.join(slot, SamplingParams(**fields), [1, 299], seed=slot, output_ids=[299])
+    masks = torch.zeros(1, 10, dtype=torch.int32)
+    masks[0, 9] = -1  # a grammar that permits nothing but padding
+    keys, mask_rows = [(slot, 3) for slot in range(6)], torch.tensor([-1] * 5 + [0])
+    samples = sample_at(state, logits, keys, draw=draw, masks=masks, mask_rows=mask_rows)
+    assert samples.status.tolist() == [Status.OK] * 5 + [Status.EMPTY]
+    assert samples.logprobs is not None
+    assert samples.tokens.max() < 280
+    assert samples.logprobs.top_ids.max() < 280
+
+
+def test_greedy_rows_with_masked_ids_beside_a_random_one(fused: bool) -> None:
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[range(4), [4, 5, 6, 7]], logits[range(4), [3, 2, 1, 0]] = 9.0, 8.0
+    state = new_state(5, VOCAB, 8, fused=fused)
+    greedy: list[Any] = [{"logit_bias": {4: -1e30}}, {"allowed_token_ids": [1, 2, 3]}, {"bad_words": ["x"]}, {}]
+    for slot, fields in enumerate(greedy):
+        params = SamplingParams(temperature=0.0, logprobs=3, logprobs_mode="processed", **fields)
+        state.join(slot, params, [1], seed=slot, bad_word_ids=[[6]] if "bad_words" in fields else ())
+    state.join(4, SamplingParams(), [1], seed=4)
+    masks, mask_rows = torch.tensor([[0b01111111]], dtype=torch.int32), torch.tensor([-1, -1, -1, 0, -1])
+    samples = sample_at(state, logits, [(slot, 1) for slot in range(5)], masks=masks, mask_rows=mask_rows)
+    assert samples.status.tolist() == [Status.OK] * 5
+    assert samples.tokens.tolist() == [3, 2, 1, 0, *sample_at(state, logits[4:], [(4, 1)]).tokens.tolist()]
+    assert samples.logprobs is not None
+    assert not samples.logprobs.top_logprobs[:4].isnan().any()

@@ -62,6 +62,30 @@ def test_ties_at_the_boundary_are_broken_by_id(fields: dict[str, Any], kept: lis
     assert p_value(tokens, expected / expected.sum()) > 1e-3
 
 
+@pytest.mark.parametrize("draw", ["two_level", "gumbel"])
+def test_ties_at_the_boundary_are_broken_by_id_in_every_row_of_a_batch(draw: Draw, fused: bool) -> None:
+    shares = torch.tensor([0.5, 0.2, 0.2, 0.1])
+    limits: list[tuple[dict[str, Any], int]] = [
+        ({"top_k": 2}, 2),
+        ({"top_p": 0.6}, 2),
+        ({"top_p": 0.75}, 3),
+        ({"top_k": 3, "top_p": 0.75}, 2),
+        ({"min_p": 0.39}, 3),
+    ]
+    asked = [SamplingParams(logprobs=4, logprobs_mode="processed", **fields) for fields, _ in limits]
+    samples = sample_each(shares.log(), asked, draw=draw, fused=fused)
+    assert samples.logprobs is not None
+    assert samples.logprobs.top_ids.tolist() == [[0, 1, 2, 3]] * len(limits)
+    for token, logprobs, (_, kept) in zip(samples.tokens, samples.logprobs.top_logprobs.cpu(), limits):
+        assert token < kept
+        expected = torch.where(torch.arange(4) < kept, shares, 0) / shares[:kept].sum()
+        torch.testing.assert_close(logprobs.exp(), expected)
+    tokens = sample_each(
+        shares.log(), [SamplingParams(**fields) for fields, _ in limits[:2]] * 5, draw=draw, fused=fused
+    )
+    assert set(tokens.tokens.tolist()) == {0, 1}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab", [GROUP - 1, GROUP, 7 * GROUP + 3, 1000])
 def test_leading_ids_come_in_the_total_order(vocab: int, tied: bool) -> None:
@@ -180,6 +204,19 @@ def test_mass_over_two_hundred_thousand_tokens(fields: dict[str, Any]) -> None:
     if "top_p" in fields:
         ids, _ = survivors(torch.zeros(vocab), Settings(temperature=1.0, top_k=vocab, top_p=0.9))
         assert abs(len(ids) - size) <= 1
+
+
+def test_top_p_just_below_one_keeps_every_token_of_a_flat_row(fused: bool) -> None:
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(11)) * 0.01
+    asked = [{"top_p": 0.99999}, {"top_p": BELOW_ONE}, {"top_p": BELOW_ONE, "logprobs": 300}]
+    asked += [{"top_p": BELOW_ONE, "top_k": 40}, {"top_p": 0.9}]
+    limited = sample_each(
+        logits, [SamplingParams(logprobs_mode="processed", **fields) for fields in asked], fused=fused
+    )
+    others = [SamplingParams(), SamplingParams(), SamplingParams(), SamplingParams(top_k=40), SamplingParams(top_p=0.9)]
+    assert limited.tokens.tolist() == sample_each(logits, others, fused=fused).tokens.tolist()
+    assert limited.logprobs is not None
+    assert (limited.logprobs.top_logprobs[limited.logprobs.ranks > 0] > -math.inf).all()
 
 
 @pytest.mark.parametrize(
