@@ -134,6 +134,33 @@ class TestSameTokens:
         assert {key: got for key, got in results(collected).items() if key[0].startswith("r")} == expected
         assert_empty(engine)
 
+    @pytest.mark.parametrize("neighbour", [None, 0, 9])
+    @pytest.mark.parametrize("lookahead", [0, 1])
+    def test_a_seed_holds_beside_requests_with_and_without_one(self, neighbour: int | None, lookahead: int) -> None:
+        seeded = make_request("seeded", [1, 2], seed=0, temperature=0.8, max_tokens=12)
+        expected = alone([seeded])["seeded", 0]
+        for _ in range(5):
+            engine, _ = make_engine(lookahead=lookahead)
+            other = make_request("other", [1, 2], seed=neighbour, temperature=0.8, max_tokens=12)
+            assert results(run(engine, [other, seeded]))["seeded", 0] == expected
+
+    @pytest.mark.parametrize("lookahead", [0, 1, 3])
+    def test_a_penalised_request_joins_a_running_batch(self, lookahead: int) -> None:
+        plain = [make_request(f"r{i}", [i], seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
+        penalties: dict[str, Any] = {"repetition_penalty": 2.0, "presence_penalty": 1.5, "frequency_penalty": 0.5}
+        late = make_request("late", [5, 6, 5], seed=4, max_tokens=20, ignore_eos=True, logprobs=3, **penalties)
+        expected = alone([*plain, late])
+        engine, _ = make_engine(lookahead=lookahead)
+        for request in plain:
+            engine.add(request)
+        collected: dict[tuple[str, int], Collected] = {}
+        for _ in range(5):
+            collect(engine.step(), collected)
+        engine.add(late)
+        while engine.has_unfinished:
+            collect(engine.step(), collected)
+        assert results(collected) == expected
+
     def test_an_unseeded_request_repeats_with_the_engines_seed(self) -> None:
         request = make_request("a", [1, 2, 3], max_tokens=20)
         first, again, other = (results(run(make_engine(seed=seed)[0], [request])) for seed in (1, 1, 2))
@@ -293,6 +320,14 @@ class TestEnds:
         assert [token == EOS for token in got.tokens] == [False] * min_tokens + [True]
         assert (got.finish_reason, got.stop_reason) == (FinishReason.STOP, None)
 
+    @pytest.mark.parametrize("end", [EOS, 8, 9, 10])
+    def test_min_tokens_holds_every_end_and_stop_id_back_and_no_other(self, end: int) -> None:
+        engine, _ = make_engine()
+        engine._eos_token_ids = frozenset({EOS, 8, -1})
+        bias = {EOS: 100.0, 8: 100.0, 9: 100.0, 10: 100.0, end: 110.0, VOCAB - 1: 90.0}
+        ends = make_request("ends", [1], min_tokens=3, logit_bias=bias, stop_token_ids=[9, 10], seed=0)
+        assert run(engine, [ends])["ends", 0].tokens == [VOCAB - 1] * 3 + [end]
+
     def test_a_stop_id_is_reported(self) -> None:
         got = self.force(logit_bias={9: 100.0}, stop_token_ids=[9, 10])
         assert (got.tokens, got.finish_reason, got.stop_reason) == ([9], FinishReason.STOP, 9)
@@ -345,6 +380,26 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             engine.add(make_request("a", prompt, **params))
         assert_empty(engine)
+
+    def test_neighbours_of_a_refused_request_get_the_same_logits(self) -> None:
+        healthy = make_request("healthy", [1], seed=1, max_tokens=20, ignore_eos=True, logprobs=5)
+        expected = alone([healthy])
+        engine, _ = make_engine()
+        engine.add(healthy)
+        collected: dict[tuple[str, int], Collected] = {}
+        for id in (VOCAB, VOCAB + 1, 2**31 - 1):
+            fields: list[dict[str, Any]] = [
+                {"stop_token_ids": [id]},
+                {"logit_bias": {id: 1.0}},
+                {"allowed_token_ids": [id]},
+            ]
+            for field in fields:
+                collect(engine.step(), collected)
+                with pytest.raises(ValueError, match=rf"{next(iter(field))} has id {id}, outside the vocabulary"):
+                    engine.add(make_request("refused", [1], min_tokens=1, **field))
+        while engine.has_unfinished:
+            collect(engine.step(), collected)
+        assert results(collected) == expected
 
     def test_seeds_that_the_draw_would_drop(self) -> None:
         engine, _ = make_engine(draw="multinomial")
@@ -447,12 +502,18 @@ class TestErrors:
         assert collected["a", 1].finish_reason is FinishReason.LENGTH
         assert_empty(engine)
 
-    def test_masks_that_leave_nothing_are_that_requests_error(self) -> None:
-        engine, _ = make_engine()
-        none = make_request("none", [1], allowed_token_ids=[3], bad=((1, 3),))
-        collected = run(engine, [none, make_request("fine", [1])])
+    @pytest.mark.parametrize("lookahead", [0, 2])
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_masks_that_leave_nothing_are_that_requests_error(self, temperature: float, lookahead: int) -> None:
+        none = make_request("none", [1], temperature=temperature, allowed_token_ids=[3], bad=((1, 3),), logprobs=1)
+        fine = make_request("fine", [1], seed=0, logprobs=1)
+        engine, _ = make_engine(lookahead=lookahead)
+        collected = run(engine, [none, fine])
+        assert collected["none", 0].tokens == []
         assert collected["none", 0].finish_reason is FinishReason.ERROR
-        assert collected["fine", 0].finish_reason is not FinishReason.ERROR
+        assert "no token is left to draw" in (collected["none", 0].error or "")
+        assert collected["fine", 0].result() == alone([fine])["fine", 0]
+        assert_empty(engine)
 
     @pytest.mark.parametrize("lookahead", [0, 2])
     def test_a_step_that_raised_leaves_everything_in_order(self, lookahead: int) -> None:
