@@ -68,7 +68,7 @@ class Decoder:
         self.device = torch.device(device)
         embedding = reader.stored("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self.embedding = Embedding.pack(embedding, dtype)
-        self.layers = [_Layer(spec, reader, index) for index in range(spec.num_layers)]
+        self.layers = [Layer(spec, reader, index) for index in range(spec.num_layers)]
         self.norm = reader.norm("model.norm.weight", spec.hidden_size)
         if not spec.tied_embeddings:
             embedding = reader.stored("lm_head.weight", spec.vocab_size, spec.hidden_size)
@@ -109,7 +109,7 @@ class Decoder:
         return logits
 
 
-class _Layer:
+class Layer:
     """Attention and feed-forward network, each added to the residual stream."""
 
     def __init__(self, spec: ModelSpec, reader: "_Reader", index: int):

@@ -74,6 +74,12 @@ class Linear:
         """[rows, in] -> [rows, out]."""
         return self.product(x)
 
+    def dense(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [out, in] and bias as torch's own product has them; of a product that is not quantised."""
+        assert isinstance(self.product, _Dense)
+        weight = self.product.weight
+        return weight.to_dense() if self.product.packed else weight, self.product.bias
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""

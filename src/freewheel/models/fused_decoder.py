@@ -1,0 +1,252 @@
+"""The decoder's step by Triton kernels: what it computes on a CUDA device, from the weights of a :class:`Decoder`.
+
+Two ways through the layers, which share everything but the products:
+
+    few rows    norm and product in one launch, weights read while the launch before still runs; five launches a layer
+    many rows   torch's products, and one launch for each thing between them
+
+The residual stream is float32. Rows name their slot and position; tokens, pages and cached keys are looked up on the
+device, so that a captured graph serves whatever comes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from freewheel.models.decoder import Decoder, Layer
+from freewheel.models.errors import ModelError
+from freewheel.models.spec import ModelSpec
+from freewheel.ops import attention_gpu as attention
+from freewheel.ops import products
+from freewheel.ops.activation import Activation
+from freewheel.ops.linear import Linear
+from freewheel.ops.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a step, on the device.
+
+    Attributes:
+        slots: int64 [rows], whose sequence; -1 for an idle row of a captured graph.
+        positions: int64 [rows], where in its sequence.
+        tiles: int32 [tiles, 4], of prefill chunks (see ``attention_gpu.plan_tiles``); None where each row is the only
+            one of its sequence.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    tiles: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A dense weight [out, in], and its bias float32 [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, linear: Linear) -> "_Product":
+        weight, bias = linear.dense()
+        return cls(weight, None if bias is None else bias.float())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Torch's product, for many rows."""
+        return functional.linear(x, self.weight, None if self.bias is None else self.bias.to(x.dtype))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer's weights. Norms are plain, float32; those after attention and network are there for Gemma alone."""
+
+    attention: attention.LayerAttention
+    activation: Activation
+    qkv: _Product
+    output: _Product
+    gate_up: _Product
+    down: _Product
+    attention_norm: Tensor
+    post_attention_norm: Tensor | None
+    mlp_norm: Tensor
+    post_mlp_norm: Tensor | None
+
+
+class FusedDecoder:
+    """A decoder's step over a paged cache, in whatever dtype its weights have.
+
+    Args:
+        decoder: whose weights, not quantised.
+        history: int64 [slots, max_length], the tokens of each sequence.
+        page_table: int32 [slots, max_pages].
+        kv: the cache of each layer, see :func:`freewheel.models.decoder.kv_cache_shape`.
+
+    Raises:
+        ModelError: quantised weights.
+    """
+
+    def __init__(self, decoder: Decoder, history: Tensor, page_table: Tensor, kv: Sequence[Tensor]) -> None:
+        if not isinstance(decoder.embedding.table, Tensor):
+            raise ModelError("quantised weights have to be expanded for this device: choose another dtype than auto")
+        self.spec = decoder.spec
+        self.dtype = decoder.dtype
+        self.vocab_size = decoder.spec.vocab_size
+        self._history = history
+        self._page_table = page_table
+        self._kv = kv
+        self._table = decoder.embedding.table
+        self._layers = [_unpack(decoder.spec, layer, decoder.frequencies[layer.rope]) for layer in decoder.layers]
+        self._norm = _plain(decoder.norm)
+        self._head = _Product.of(decoder.head)
+        self._chained = history.is_cuda
+        self._splits = attention.default_splits(decoder.spec.num_kv_heads)
+
+    def __call__(self, rows: Rows, logit_rows: Tensor | None = None) -> Tensor:
+        """One step. The rows' keys and values are written into the cache.
+
+        Args:
+            rows: at least one.
+            logit_rows: int64 [m], the rows whose logits are wanted; None for all.
+
+        Returns:
+            logits [m, vocab_size] in the weights' dtype.
+        """
+        stream = self._table.new_empty(len(rows.slots), self.spec.hidden_size, dtype=torch.float32)
+        products.embed(stream, self._table, self._history, rows.slots, rows.positions, self.spec.embedding_scale)
+        if rows.tiles is None and len(stream) <= products.MOST_ROWS:
+            return self._few(stream, rows)
+        return self._many(stream, rows, logit_rows)
+
+    def _few(self, stream: Tensor, rows: Rows) -> Tensor:
+        spec, chained = self.spec, self._chained
+        count = len(stream)
+        partials = self._partials(count)
+        qkv = stream.new_empty(count, self._layers[0].attention.columns)
+        activated = stream.new_empty(count, spec.intermediate_size)
+        attended = stream.new_empty(count, spec.num_heads * spec.head_dim)
+        merges = count <= products.FEW_ROWS and spec.head_dim & (spec.head_dim - 1) == 0
+        for layer, cache in zip(self._layers, self._kv, strict=True):
+            products.product(
+                qkv, stream, layer.qkv.weight, norm=layer.attention_norm, eps=spec.norm_eps, bias=layer.qkv.bias,
+                chained=chained,
+            )  # fmt: skip
+            self._attend_alone(layer, qkv, cache, rows, partials)
+            if merges and layer.post_attention_norm is None:
+                weight, bias = layer.output.weight, layer.output.bias
+                products.combine_product(stream, partials, weight, bias=bias, add=True, chained=chained)
+            else:
+                attention.combine(partials, attended, chained=chained)
+                self._add(stream, attended, layer.output, layer.post_attention_norm)
+            products.product(
+                activated, stream, layer.gate_up.weight, norm=layer.mlp_norm, eps=spec.norm_eps,
+                bias=layer.gate_up.bias, activation=layer.activation, chained=chained,
+            )  # fmt: skip
+            self._add(stream, activated, layer.down, layer.post_mlp_norm)
+        logits = torch.empty(count, self.vocab_size, dtype=self.dtype, device=stream.device)
+        products.product(
+            logits, stream, self._head.weight, norm=self._norm, eps=spec.norm_eps, bias=self._head.bias,
+            cap=spec.logit_softcap, chained=chained,
+        )  # fmt: skip
+        return logits
+
+    def _add(self, stream: Tensor, x: Tensor, product: _Product, norm: Tensor | None) -> None:
+        """Add a product of few rows to the stream, normalised first where the model has a norm there."""
+        if norm is None:
+            products.product(stream, x, product.weight, bias=product.bias, add=True, chained=self._chained)
+            return
+        result = torch.empty_like(stream)
+        products.product(result, x, product.weight, bias=product.bias, chained=self._chained)
+        products.add_norm(stream, result, eps=self.spec.norm_eps, delta_norm=norm, chained=self._chained)
+
+    def _many(self, stream: Tensor, rows: Rows, logit_rows: Tensor | None) -> Tensor:
+        spec, chained = self.spec, self._chained
+        count = len(stream)
+        partials = self._partials(count) if rows.tiles is None else None
+        normed = stream.new_empty(stream.shape, dtype=self.dtype)
+        activated = normed.new_empty(count, spec.intermediate_size)
+        attended = normed.new_empty(count, spec.num_heads * spec.head_dim)
+        products.norm(normed, stream, self._layers[0].attention_norm, spec.norm_eps, chained=chained)
+        for index, (layer, cache) in enumerate(zip(self._layers, self._kv, strict=True)):
+            qkv = layer.qkv(normed)
+            if partials is not None:
+                self._attend_alone(layer, qkv, cache, rows, partials)
+                attention.combine(partials, attended, chained=chained)
+            else:
+                self._attend_chunks(layer, qkv, cache, rows, attended)
+            products.add_norm(
+                stream, layer.output(attended), eps=spec.norm_eps, delta_norm=layer.post_attention_norm,
+                norm=layer.mlp_norm, out=normed, chained=chained,
+            )  # fmt: skip
+            products.gated(activated, layer.gate_up(normed), layer.activation, chained=chained)
+            last = index + 1 == len(self._layers)
+            products.add_norm(
+                stream, layer.down(activated), eps=spec.norm_eps, delta_norm=layer.post_mlp_norm,
+                norm=self._norm if last else self._layers[index + 1].attention_norm, out=normed, chained=chained,
+            )  # fmt: skip
+        logits = self._head(normed if logit_rows is None else normed[logit_rows])
+        if spec.logit_softcap is not None:
+            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
+        return logits
+
+    def _attend_alone(
+        self, layer: _Layer, qkv: Tensor, cache: Tensor, rows: Rows, partials: attention.Partials
+    ) -> None:
+        attention.attend_decode(
+            layer.attention, qkv, cache, self._page_table, rows.slots, rows.positions, partials, chained=self._chained
+        )
+
+    def _attend_chunks(self, layer: _Layer, qkv: Tensor, cache: Tensor, rows: Rows, attended: Tensor) -> None:
+        assert rows.tiles is not None
+        table, chained = self._page_table, self._chained
+        queries = attended.new_empty(len(qkv), self.spec.num_heads, self.spec.head_dim)
+        attention.rotate_and_store(
+            layer.attention, qkv, cache, table, rows.slots, rows.positions, queries, chained=chained
+        )
+        attention.attend_chunks(
+            layer.attention, queries, cache, table, rows.tiles, rows.positions, attended, tile_rows=self.tile_rows,
+            chained=chained,
+        )  # fmt: skip
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile of prefill."""
+        return attention.rows_per_tile(self._layers[0].attention)
+
+    def _partials(self, count: int) -> attention.Partials:
+        return attention.make_partials(count, self._layers[0].attention, self._splits, self._table.device)
+
+
+def _plain(norm: RMSNorm) -> Tensor:
+    """The weight as the model means it; the norm keeps it times sqrt(n)."""
+    return norm.weight / math.sqrt(norm.weight.shape[-1])
+
+
+def _unpack(spec: ModelSpec, layer: Layer, frequencies: Tensor) -> _Layer:
+    head_norm = layer.qk_norm
+    post_attention, post_mlp = layer.post_attention_norm, layer.post_mlp_norm
+    return _Layer(
+        attention.LayerAttention(
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.attention_scale,
+            frequencies=frequencies,
+            attention_factor=layer.rope.attention_factor,
+            window=layer.window,
+            norm_weight=None if head_norm is None else _plain(head_norm).contiguous(),
+            eps=spec.norm_eps,
+        ),
+        activation=layer.activation,
+        qkv=_Product.of(layer.qkv),
+        output=_Product.of(layer.output),
+        gate_up=_Product.of(layer.gate_up),
+        down=_Product.of(layer.down),
+        attention_norm=_plain(layer.attention_norm),
+        post_attention_norm=None if post_attention is None else _plain(post_attention),
+        mlp_norm=_plain(layer.mlp_norm),
+        post_mlp_norm=None if post_mlp is None else _plain(post_mlp),
+    )
