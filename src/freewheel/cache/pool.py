@@ -110,8 +110,11 @@ class KVPool:
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages for a new holder.
 
-        Attention may read the rest of a last page with weight zero, and zero times a NaN left there would be NaN.
+        Attention may read the rest of a last page with weight zero, and zero times a NaN left there would be NaN. The
+        kernels of CUDA devices read no such place.
         """
+        if self.device.type == "cuda":
+            return
         for page in pages:  # on the CPU several times faster than one indexed fill
             self._storage[:, :, :, page].zero_()
 

@@ -1,12 +1,17 @@
 """An engine for a loaded model."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from freewheel.cache.pool import KVPool, available_memory, size_pool
 from freewheel.config import EngineConfig
 from freewheel.engine.engine import Engine
+from freewheel.engine.runner import Runner
 from freewheel.models.decoder import kv_bytes_per_token, kv_cache_shape
 from freewheel.models.load import LoadedModel
+from freewheel.sampling import Sampler
 
 
 def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
@@ -33,4 +38,13 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
         vocab_size=spec.vocab_size,
         valid_vocab_size=model.tokenizer.vocab_size,
         eos_token_ids=model.tokenizer.eos_token_ids,
+        runner=_runner(decoder.device.type),
     )
+
+
+def _runner(device: str) -> Callable[[Any, KVPool, Sampler], Runner]:
+    if device != "cuda":
+        return Runner
+    from freewheel.engine.device_runner import DeviceRunner  # only here: it imports Triton
+
+    return DeviceRunner

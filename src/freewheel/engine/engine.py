@@ -2,15 +2,15 @@
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import isnan
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from freewheel.cache.pool import KVPool
 from freewheel.cache.radix import Node, PrefixCache
 from freewheel.config import EngineConfig
-from freewheel.engine.runner import Decoder, Launched, Runner, Span, StepResult
+from freewheel.engine.runner import Decoder, InFlight, Runner, Span, StepResult
 from freewheel.engine.scheduler import Capacity, Entry, pages_for, plan
 from freewheel.engine.stopping import cut, max_length, stop_ids
 from freewheel.request import FinishReason, Request, Sequence, StepOutput, TokenLogprobs
@@ -42,6 +42,7 @@ class Engine:
         vocab_size: width of the logits.
         valid_vocab_size: ids that the tokenizer knows; only these are drawn and accepted.
         eos_token_ids: every end-of-sequence id.
+        runner: makes what runs the steps.
 
     Raises:
         ValueError: the pool is too small.
@@ -57,6 +58,7 @@ class Engine:
         vocab_size: int,
         valid_vocab_size: int | None = None,
         eos_token_ids: Iterable[int] = (),
+        runner: Callable[[Any, KVPool, Sampler], Runner] = Runner,
     ) -> None:
         if pool.num_pages < pages_for(max_model_len, pool.page_size):
             raise ValueError(
@@ -74,7 +76,7 @@ class Engine:
             valid_vocab_size=valid_vocab_size,
             device=pool.device,
         )
-        self._runner = Runner(decoder, pool, Sampler(self._state, draw=config.draw))
+        self._runner = runner(decoder, pool, Sampler(self._state, draw=config.draw))
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._requests: dict[str, list[Sequence]] = {}  # choices that have not ended
         self._waiting: list[Sequence] = []  # by rank
@@ -82,7 +84,7 @@ class Engine:
         self._added = 0
         self._keys = 0
         self._outputs: list[StepOutput] = []
-        self._flights: deque[tuple[list[_Row], Launched]] = deque()
+        self._flights: deque[tuple[list[_Row], InFlight]] = deque()
         default = 1 if pool.device.type == "cuda" else 0
         self._lookahead = default if config.lookahead is None else config.lookahead
         self.preemptions = 0

@@ -59,6 +59,14 @@ class StepResult:
     scores: list[list[TokenLogprobs]]
 
 
+class InFlight(Protocol):
+    """A step, or part of one, whose results may not have arrived yet."""
+
+    def result(self) -> StepResult:
+        """Wait for the results."""
+        ...
+
+
 class Launched:
     """A step whose results may not have arrived yet.
 
@@ -110,12 +118,14 @@ class Runner:
         self._device = pool.device
 
     @torch.inference_mode()
-    def launch(self, spans: Sequence[Span]) -> Launched:
+    def launch(self, spans: Sequence[Span]) -> InFlight:
         """Run the spans' rows and draw. Tokens are appended to the sampling state."""
-        state = self._sampler.state
         batch, slots, following = self._batch(spans)
-        logits = self._decoder.forward(batch, self._pool.layers)
+        return self._draw(spans, self._decoder.forward(batch, self._pool.layers), slots, following)
 
+    def _draw(self, spans: Sequence[Span], logits: Tensor, slots: Tensor, following: Tensor) -> Launched:
+        """Draw and score from the wanted rows' logits; slots and following positions are those of :meth:`_batch`."""
+        state = self._sampler.state
         first = sum(span.sample for span in spans)
         rows = SampleRows(slots[:first], following[:first])
         samples = self._sampler.sample(logits[:first], rows) if first else None
@@ -142,22 +152,14 @@ class Runner:
         slots: list[int] = []
         positions: list[int] = []
         places: list[int] = []
-        sampled: list[int] = []
-        scored: list[int] = []
         for span in spans:
-            offset = len(positions) - span.start  # from position to row
             pages, own = self._pool.page_table[span.slot], range(span.start, span.start + span.rows)
             slots += [span.slot] * span.rows
             positions += own
             places += [pages[position // size] * size + position % size for position in own]
-            scored += [offset + position for position in span.scored]
-            if span.sample:
-                sampled.append(len(positions) - 1)
-        wanted = sampled + scored
+        wanted, next_positions = self._wanted(spans)
         row_slots, row_positions, kv_slots = self._upload(slots, positions, places)
-        logit_rows, logit_slots, following = self._upload(
-            wanted, [slots[row] for row in wanted], [positions[row] + 1 for row in wanted]
-        )
+        logit_rows, logit_slots, following = self._upload(wanted, [slots[row] for row in wanted], next_positions)
         batch = RowBatch(
             token_ids=self._sampler.state.history[row_slots, row_positions],
             positions=row_positions,
@@ -168,6 +170,23 @@ class Runner:
             kv_lengths=tuple(span.start + span.rows for span in spans),
         )
         return batch, logit_slots, following
+
+    @staticmethod
+    def _wanted(spans: Sequence[Span]) -> tuple[list[int], list[int]]:
+        """Rows whose logits are wanted, first the sampled and then the scored ones, and the positions that follow."""
+        sampled: list[int] = []
+        scored: list[int] = []
+        following: list[int] = []
+        scored_following: list[int] = []
+        row = 0
+        for span in spans:
+            scored += [row + position - span.start for position in span.scored]
+            scored_following += [position + 1 for position in span.scored]
+            row += span.rows
+            if span.sample:
+                sampled.append(row - 1)
+                following.append(span.start + span.rows)
+        return sampled + scored, following + scored_following
 
     def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:
         """Lists of one length as int64, in one copy."""

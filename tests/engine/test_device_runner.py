@@ -1,0 +1,80 @@
+"""An engine whose steps are run by kernels gives the answers of one whose steps are run by torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from freewheel.cache.pool import KVPool
+from freewheel.config import EngineConfig
+from freewheel.engine.engine import Engine
+from freewheel.engine.runner import Runner
+from freewheel.models.decoder import kv_cache_shape
+from freewheel.models.load import load
+from freewheel.request import Request
+from freewheel.sampling import SamplingParams
+
+pytest.importorskip("triton", reason="Triton is made for Linux only")
+
+from mock_model import run
+
+from freewheel.engine.device_runner import DeviceRunner
+from freewheel.ops import attention_gpu, products
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's time goes by programs."""
+    if DEVICE == "cpu":
+        chosen = products.tile_for
+        monkeypatch.setattr(products, "tile_for", lambda *sizes: chosen(*sizes)._replace(outputs=64))
+        monkeypatch.setattr(attention_gpu, "default_splits", lambda kv_heads: 2)
+
+
+def make_engine(path: Path, device: str, runner: Callable[..., Runner], lookahead: int = 0) -> Engine:
+    model = load(path, dtype="float32", device=device)
+    spec = model.spec
+    storage = torch.zeros(spec.num_layers, *kv_cache_shape(spec, 24, 4), device=device)
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=12, page_size=4, lookahead=lookahead)
+    return Engine(
+        model.decoder,
+        KVPool(storage, slots=4),
+        config,
+        max_model_len=32,
+        vocab_size=spec.vocab_size,
+        valid_vocab_size=model.tokenizer.vocab_size,
+        runner=runner,
+    )
+
+
+def requests() -> list[Request]:
+    asked: list[tuple[int, dict[str, Any]]] = [
+        (9, {"temperature": 0.0, "max_tokens": 4}),
+        (3, {"top_p": 0.9, "max_tokens": 6, "logprobs": 2}),
+        (14, {"n": 2, "max_tokens": 3, "frequency_penalty": 0.5}),
+        (5, {"max_tokens": 2, "prompt_logprobs": 1}),
+        (2, {"max_tokens": 1}),
+    ]
+    return [
+        Request(f"r{i}", tuple(range(10 + i, 10 + i + length)), SamplingParams(seed=i, ignore_eos=True, **fields))
+        for i, (length, fields) in enumerate(asked)
+    ]
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_answers_are_those_of_torch(tiny_model: Path, lookahead: int) -> None:
+    expected = run(make_engine(tiny_model, "cpu", Runner), requests())
+    got = run(make_engine(tiny_model, DEVICE, DeviceRunner, lookahead), requests())
+    assert {key: one.tokens for key, one in got.items()} == {key: one.tokens for key, one in expected.items()}
+    for key, one in expected.items():
+        assert got[key].finish_reason is one.finish_reason
+        for mine, other in zip(got[key].logprobs, one.logprobs, strict=True):
+            assert mine.token_ids == other.token_ids
+            assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+        for mine, other in zip((got[key].prompt_logprobs or [])[1:], (one.prompt_logprobs or [])[1:], strict=True):
+            assert mine.token_ids == other.token_ids
+            assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-3)
