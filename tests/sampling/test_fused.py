@@ -83,8 +83,15 @@ def joined(asked: Sequence[SamplingParams], vocab: int = VOCAB, *, fused: bool =
     """A state with a sequence for each of ``asked``, all with the same tokens and with seeds 0, 1, ..."""
     state = SamplingState(len(asked), vocab, 64, device=DEVICE if fused else "cpu", fused=fused, **options)
     for slot, params in enumerate(asked):
-        state.join(slot, params, PROMPT, seed=slot, output_ids=OUTPUT, end_ids=[2], bad_word_ids=BAD_WORDS)
+        join(state, slot, params)
     return state
+
+
+def join(state: SamplingState, slot: int, params: SamplingParams) -> None:
+    """Two of three sequences that ask for more than a temperature have bad words, too."""
+    plain = params in (SamplingParams(), SamplingParams(temperature=0))
+    words = [] if plain or slot % 3 == 0 else BAD_WORDS
+    state.join(slot, params, PROMPT, seed=slot, output_ids=OUTPUT, end_ids=[2], bad_word_ids=words)
 
 
 def sample(
@@ -293,9 +300,9 @@ def test_a_token_does_not_depend_on_the_batch() -> None:
         assert sample(joined(ASKED), logits[rows], rows).tokens.tolist() == [whole[row] for row in rows]
     # Alone in its state, too: then kernels that it does not need are not launched.
     for row in (0, 2, 6, 7):
-        state = SamplingState(1, VOCAB, 64, device=DEVICE, fused=True)
-        state.join(0, ASKED[row], PROMPT, seed=row, output_ids=OUTPUT)
-        assert sample(state, logits[row : row + 1], [0]).tokens.tolist() == [whole[row]]
+        state = SamplingState(row + 1, VOCAB, 64, device=DEVICE, fused=True)
+        join(state, row, ASKED[row])
+        assert sample(state, logits[row : row + 1], [row]).tokens.tolist() == [whole[row]]
 
 
 @pytest.mark.parametrize(
@@ -304,20 +311,73 @@ def test_a_token_does_not_depend_on_the_batch() -> None:
         ([3], EVERYTHING),
         ([0, 7], SamplingParams(top_k=40, logprobs=2)),
         ([9, 9, 9], SamplingParams(top_p=0.6)),
-        ([11], SamplingParams(min_p=0.3)),
+        ([2, 5, 11], SamplingParams(min_p=0.3)),
     ],
-    ids=str,
+    ids=["everything", "top-k", "one slot's nuclei", "min-p"],
 )
-def test_a_few_demanding_rows_among_plain_ones_change_no_token(demanding: list[int], params: SamplingParams) -> None:
-    """They are finished by another kernel than many are. A slot may have several rows."""
+def test_a_few_demanding_rows_among_plain_ones_change_no_token(
+    demanding: list[int], params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are finished by another kernel than many are. A slot may have several rows. Memory may hold anything."""
     plain = [SamplingParams(temperature=row % 2) for row in range(12)]
     asked = [params if row in demanding else plain[row] for row in range(12)]
     slots = [row for row in range(12) if row not in demanding] + demanding
     logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(10)) * 3
-    tokens = sample(joined(asked), logits[slots], slots).tokens.tolist()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", lambda *shape, **kind: torch.full(shape, 77, **kind))
+        tokens = sample(joined(asked), logits[slots], slots).tokens.tolist()
     assert tokens == sample(joined(asked, fused=False), logits[slots], slots).tokens.tolist()
     others = slots[: -len(demanding)]
     assert tokens[: len(others)] == sample(joined(plain), logits[others], others).tokens.tolist()
+
+
+@pytest.mark.gpu
+def test_candidates_beyond_the_lists_capacity_spoil_no_other_row() -> None:
+    """One id in each of 2,048 blocks reaches the bound."""
+    vocab = 2**19
+    logits = torch.zeros(2, vocab)
+    logits[0, 7::256] = 5.0
+    asked = [SamplingParams(top_k=3), SamplingParams(top_k=2)]
+    logits[1, :2] = torch.tensor([9.0, 9.5])
+    ours, theirs = (sample(joined(asked, vocab, fused=fused), logits, range(2)) for fused in (True, False))
+    assert ours.tokens.tolist() == theirs.tokens.tolist()
+
+
+def test_no_more_alternatives_are_listed_than_there_is_room_for() -> None:
+    """A captured graph has the room of when it was captured."""
+    state = joined([SamplingParams(logprobs=3), SamplingParams(logprobs=1)])
+    state.settings[0] = state.settings[0]._replace(alternatives=1)
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(16))
+    samples = sample(state, logits, range(2))
+    assert samples.logprobs is not None
+    assert samples.logprobs.top_ids.tolist() == logits.argmax(1, keepdim=True).tolist()
+
+
+@pytest.mark.parametrize(
+    ("params", "logits"),
+    [
+        (SamplingParams(temperature=0, top_k=3, logprobs=5, logprobs_mode="processed"), torch.arange(300) % 40 / 4),
+        (SamplingParams(logprobs=4), torch.tensor([0.0, -100.0, -90.0, -1.0])),
+        (SamplingParams(top_k=5, logprobs=2), torch.full((300,), torch.finfo(torch.float32).min)),
+    ],
+    ids=["greedy rows are not truncated", "all ids are listed", "the lowest value"],
+)
+def test_log_probabilities_at_the_edges(params: SamplingParams, logits: Tensor) -> None:
+    ours, theirs = (SamplingState(1, len(logits), 8, device=DEVICE if f else "cpu", fused=f) for f in (True, False))
+    for state in (ours, theirs):
+        state.join(0, params, [1], seed=5)
+    mine, other = (sample(state, logits[None], [0], 1) for state in (ours, theirs))
+    assert mine.tokens.tolist() == other.tokens.tolist()
+    assert_same_logprobs(mine, other)
+
+
+def test_tokens_to_append_may_lie_in_memory_in_any_way() -> None:
+    state = joined([EVERYTHING, SamplingParams()])
+    columns = torch.tensor([[1, 10, 33], [0, 11, 44]], device=DEVICE)
+    state.append(*columns.T)
+    assert state.history[[1, 0], [10, 11]].tolist() == [33, 44]
+    assert state.tables is not None
+    assert state.tables.counts[state.settings[0].count_row, 44] == 1
 
 
 COMBINATIONS = [
@@ -457,7 +517,7 @@ def test_nothing_waits_for_the_device_and_a_graph_serves_changing_parameters(sha
     # Every slot now asks what another one asked: the same graph draws what a new state would.
     turned = asked[3:] + asked[:3]
     for slot, params in enumerate(turned):
-        state.join(slot, params, PROMPT, seed=slot, output_ids=OUTPUT, end_ids=[2], bad_word_ids=BAD_WORDS)
+        join(state, slot, params)
     graph.replay()
     assert_equal(captured, Sampler(joined(turned, vocab)).sample(logits, rows))
 
@@ -504,9 +564,9 @@ def test_a_token_does_not_depend_on_the_size_of_the_batch(share: int) -> None:
             rows = range(start, start + size)
             assert sample(state, logits[start : start + size], rows).tokens.tolist() == whole[start : start + size]
     for row in range(0, 256, 16):  # alone in its state, too: then its neighbours' kernels are not launched
-        alone = SamplingState(1, 151_936, 64, device=DEVICE)
-        alone.join(0, asked[row], PROMPT, seed=row, output_ids=OUTPUT, end_ids=[2], bad_word_ids=BAD_WORDS)
-        assert sample(alone, logits[row : row + 1], [0]).tokens.tolist() == [whole[row]]
+        alone = SamplingState(row + 1, 151_936, 64, device=DEVICE)
+        join(alone, row, asked[row])
+        assert sample(alone, logits[row : row + 1], [row]).tokens.tolist() == [whole[row]]
 
 
 @pytest.mark.gpu

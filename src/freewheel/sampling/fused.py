@@ -121,7 +121,8 @@ class FusedSampler:
     """Tokens of a batch in one to five launches, without a look at the device.
 
     Which kernels are launched follows from what the slots in use may ask, known on the host; what a row gets, on the
-    device. A captured graph serves as long as these needs stay and the storage of ``state.tables`` does not move.
+    device. A captured graph serves as long as these needs stay, the largest number of alternatives to report included,
+    and the storage of ``state.tables`` does not move.
     """
 
     def __init__(self, state: SamplingState, draw: str = "two_level") -> None:
@@ -140,6 +141,8 @@ class FusedSampler:
         self._workspaces: dict[int, tuple[Workspace, Any]] = {}
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._blocks = -(-state.valid_vocab_size // BLOCK)
+        # Dependent launch came with compute capability 9.0.
+        self._chained = self.cuda and torch.cuda.get_device_capability(state.device) >= (9, 0)
         self._none = torch.zeros(1, dtype=torch.int64, device=state.device)
         self._nothing = Described(*[self._none] * 5)
 
@@ -182,7 +185,7 @@ class FusedSampler:
         ahead = apart or demanding > 0 or masked
         key = (rows, logits.dtype, inputs.stride, *aligned, *changes, ahead, few, logprobs > 0, width)
         launch = self._launcher(key, inputs, rows, logits.device.index)
-        chained = self.cuda
+        chained = self._chained
         if edits:
             launch(kernels.edit, (8, rows), (), (128, chained), 4, False)
         if ahead:
@@ -190,7 +193,10 @@ class FusedSampler:
             tiles = -(-blocks // tile)
             grid = (tiles, demanding) if sought else (min(tiles, max(8, 2048 // rows)), rows)
             constants = (tile, padded, sought, apart, *changes, logprobs > 0, few, chained)
-            launch(kernels.draw, grid, (tokens, statuses, rows, blocks), constants, 8 if few else 4, edits > 0)
+            # Rows that are read in pieces of a few bytes are summed in an order that depends on the number of warps.
+            dense = aligned[0] == 0 and inputs.stride % 16 == 0
+            warps = 8 if few and dense else 4
+            launch(kernels.draw, grid, (tokens, statuses, rows, blocks), constants, warps, edits > 0)
         if apart:
             tokens = self._draw_apart(launch, tokens, statuses, rows, changes)
         else:
@@ -247,6 +253,10 @@ class FusedSampler:
         # A few sizes serve all batches. None is ever freed: a captured graph may hold its addresses.
         room = _power(rows)
         if room not in self._workspaces:
+            if self.cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"sample {rows} rows once before a graph is captured: kernels and memory are made then"
+                )
             places = workspace(room, self._blocks, inputs.logits.device)
             self._workspaces[room] = places, _address(places)
         work, work_addresses = self._workspaces[room]
@@ -262,7 +272,9 @@ class FusedSampler:
             compiled = self._compiled.get((key, id(kernel)))
             alone = kernel is kernels.edit
             if compiled is None:
-                options: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": chained} if self.cuda else {}
+                options: dict[str, Any] = (
+                    {"enable_fp_fusion": False, "launch_pdl": chained and self._chained} if self.cuda else {}
+                )
                 places = () if alone else (work,)
                 compiled = kernel[grid](inputs, *places, *args, *constants, num_warps=warps, **options)
                 self._compiled[key, id(kernel)] = compiled  # None where kernels are interpreted
@@ -279,6 +291,7 @@ def append(state: SamplingState, slots: Tensor, positions: Tensor, tokens: Tenso
     """``SamplingState.append`` of a state with tables, by a kernel."""
     tables = state.tables
     assert tables is not None
+    slots, positions, tokens = (numbers.long().contiguous() for numbers in (slots, positions, tokens))
     kernels.append[(len(slots),)](
         slots, positions, tokens, state.history, state.max_length, tables.settings, tables.bits, tables.counts,
         tables.words, state.vocab_size,

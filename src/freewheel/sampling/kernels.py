@@ -19,7 +19,7 @@ All read ``inputs`` and hand each other what is in ``work``; see fused.py. Const
 need: EDITS (bias, penalties, lists of ids), MASKED (grammar masks). CHAINED kernels start before the one ahead of them
 ends, as soon as all its programs have started, and go on at ``gdc_wait`` when it has ended (programmatic dependent
 launch). A kernel's end must not come before that of the one ahead of it, or the next would not wait for both: hence
-some program of each waits, wherever the one ahead had something to do.
+the first program of each waits, if only at its end.
 """
 
 import triton
@@ -33,7 +33,7 @@ WORDS = tl.constexpr(draw.BLOCK // 32)
 ATTEMPTS = tl.constexpr(draw.ATTEMPTS)
 LOG2E = tl.constexpr(1.4426950408889634)
 UNIT = tl.constexpr(2.0**40)
-LOWEST = tl.constexpr(-3.4e38)  # but for -inf, which marks what is forbidden
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # but for -inf, which marks what is forbidden
 
 OK, EMPTY, NAN = (tl.constexpr(status) for status in range(3))
 CAPACITY = tl.constexpr(1024)
@@ -458,6 +458,9 @@ def draw_plain(
         shares = tl.where(greedy, (inner == level).to(tl.int64), _units(tl.exp2((inner - level) * scale)))
         token = drawn * BLOCK + _place(shares, tl.sum(second.to(tl.int64), 0))
         tl.store(tokens + row, tl.where(healthy, token, -1).to(tl.int64))
+    if DEMANDS and CHAINED:
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            gdc_wait()
 
 
 @triton.jit
@@ -480,7 +483,8 @@ def _reached_by(values, more, peak, k):
 @triton.jit
 def _min_p_bound(peak, scale, min_p):
     """A number that every token reaches which min-p keeps."""
-    return peak + (tl.log2(tl.maximum(min_p.to(tl.float32), 1e-37)) - 0.01) / scale - tl.abs(peak) * 1e-6
+    reached = peak + (tl.log2(tl.maximum(min_p.to(tl.float32), 1e-37)) - 0.01) / scale - tl.abs(peak) * 1e-6
+    return tl.where(min_p > 1e-37, reached, LOWEST)
 
 
 @triton.jit
@@ -507,7 +511,7 @@ def _gather(
     known = tl.max(places & 0xFFFF, 0)
     blocks_left = tl.max(places >> 16, 0)
     if KNOWN:
-        alone = reaches & (again == 0)
+        alone = reaches & (again == 0) & ((places & 0xFFFF) <= CAPACITY)
         tl.store(ids + (places & 0xFFFF) - 1, block * BLOCK + leaders, mask=alone)
         tl.store(values + (places & 0xFFFF) - 1, block_maxima, mask=alone)
     tl.store(work.block_list + row * block_count + (places >> 16) - 1, block, mask=again)
@@ -778,8 +782,8 @@ def _draw_row(
                     # The mass before the draw within its own block, where ids decide between equal values.
                     value = draw_values[:, None]
                     ahead = (values > value) | ((values == value) & (within < chosen[:, None]))
-                    shares = tl.where(ahead, tl.exp2((values - peak) * scale), 0.0)
-                    tl.store(work.masses + row * ATTEMPTS + attempt, _units(tl.sum(shares, 1)))
+                    shares = tl.where(ahead, _units(tl.exp2((values - peak) * scale)), 0)
+                    tl.store(work.masses + row * ATTEMPTS + attempt, tl.sum(shares, 1))
                     _list_blocks(work, row, block_maxima >= tl.min(draw_values, 0), block_count, BLOCKS)
                 elif accepted == ATTEMPTS:
                     pending += 1
@@ -816,7 +820,7 @@ def draw(
         gdc_launch_dependents()
     number = tl.program_id(1).to(tl.int64)
     if ROWS:
-        demanding = tl.full([], 1, tl.int32)
+        demanding = number.to(tl.int32) + 1  # at least, until they are counted
         while number < demanding:
             row, demanding = _find(inputs, rows, number, ROWS)
             if number < demanding:
@@ -832,6 +836,9 @@ def draw(
                 inputs, work, tokens, statuses, number, block_count, TILE, BLOCKS, EDITS, MASKED, LOGPROBS, FINISH,
                 CHAINED,
             )  # fmt: skip
+    if EDITS and CHAINED:
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            gdc_wait()
 
 
 @triton.jit
@@ -993,9 +1000,10 @@ def _describe(
     if processed:
         maxima, sums = work.maxima, work.sums
         scale = _scale(inputs.settings, slot)
-        top_k = _setting(inputs.settings, slot, TOP_K)
-        top_p = _real(inputs.settings, slot, TOP_P)
-        min_p = _real(inputs.settings, slot, MIN_P)
+        if narrowed:
+            top_k = _setting(inputs.settings, slot, TOP_K)
+            top_p = _real(inputs.settings, slot, TOP_P)
+            min_p = _real(inputs.settings, slot, MIN_P)
     else:
         edit_row = tl.full([], -1, tl.int64)
         mask_row = tl.full([], -1, tl.int64)
@@ -1003,7 +1011,7 @@ def _describe(
     changes = (edit_row, mask_row, limited)
     block_maxima, peak, units = _read_blocks(maxima, sums, row, scale, block_count, BLOCKS)
     total = tl.sum(units, 0)
-    wanted = tl.minimum(_setting(inputs.settings, slot, ALTERNATIVES), inputs.drawable)
+    wanted = tl.minimum(tl.minimum(_setting(inputs.settings, slot, ALTERNATIVES), width), inputs.drawable)
     log_total = tl.log2((total / UNIT).to(tl.float32))
     first = tl.where(narrowed, top_k, wanted)
     if first > 0:

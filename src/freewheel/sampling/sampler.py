@@ -37,6 +37,8 @@ class SampleRows:
     Attributes:
         slots: int64 [rows], each row's place in the sampling state.
         positions: int64 [rows], the absolute position in its sequence of the token to draw; the key of its noise.
+            On CUDA devices a slot whose logits are edited (bias, penalties, held-back or bad words) has one row at a
+            time, at the end of its sequence.
         masks: int32 [masks, words], a bit for each id that a grammar permits, 32 ids a word from the lowest bit on;
             words is the vocabulary's size over 32, rounded up.
         mask_rows: int64 [rows], which mask each row has; -1 for none.
@@ -101,10 +103,11 @@ class Sampler:
             rows: where each row belongs.
 
         Raises:
-            ValueError: masks of another width than the vocabulary's, or without rows.
+            ValueError: masks of another width than the vocabulary's, not int32, or without rows.
         """
         words = -(-self.state.vocab_size // 32)
-        if rows.masks is not None and (rows.masks.shape[1] != words or rows.mask_rows is None):
+        masks = rows.masks
+        if masks is not None and (masks.shape[1] != words or masks.dtype != torch.int32 or rows.mask_rows is None):
             raise ValueError(f"masks must have {words} words of 32 bits, and mask_rows must say whose they are")
         logits, valid = logits.detach(), self.state.valid_vocab_size
         if logits.shape[1] > valid:

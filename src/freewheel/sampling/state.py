@@ -158,7 +158,7 @@ class SamplingState:
             raise ValueError(f"the prompt has an id outside the vocabulary of {self.vocab_size} tokens")
         self.leave(slot)
 
-        self.history[slot, : len(tokens)] = tokens.to(self.device)
+        self.history[slot, : len(tokens)].copy_(tokens, non_blocking=True)
         self.prompt_lengths[slot] = len(prompt_ids)
         self.repetition[slot] = params.repetition_penalty
         self.frequency[slot] = params.frequency_penalty

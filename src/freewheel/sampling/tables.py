@@ -101,8 +101,8 @@ class Tables:
         row = self._take_row(slot)
         self.bits[row].copy_(torch.from_numpy(bits), non_blocking=True)
         if seen is not None:
-            made = torch.tensor(output, dtype=torch.int64).bincount(minlength=self.vocab_size)
-            self.counts[row].copy_(made, non_blocking=True)
+            made = torch.tensor(output, dtype=torch.int64).to(self.device, non_blocking=True)
+            self.counts[row].zero_().scatter_add_(0, made, torch.ones_like(made, dtype=torch.int32))
         kinds = (allowed is not None) * LIMITED | (seen is not None) * PENALISED
         columns = {EDIT_ROW: row, EDIT_KINDS: kinds, LISTED_COUNT: len(listed)}
         if listed:
