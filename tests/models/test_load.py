@@ -17,7 +17,7 @@ from torch import Tensor
 
 from freewheel.models import ModelError
 from freewheel.models.decoder import Decoder, kv_cache_shape
-from freewheel.models.load import DType, LoadedModel, load
+from freewheel.models.load import DType, LoadedModel, _natural_dtype, load
 from freewheel.ops.rows import RowBatch
 
 PAGE = 16
@@ -101,6 +101,11 @@ def test_refuses_a_cuda_device_that_torch_does_not_see(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
     with pytest.raises(ValueError, match=f"device is '{device}', but the number of CUDA devices .* is {found}"):
         load("no-such-model", device=device)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])
+def test_quantised_weights_are_expanded_on_cuda_devices(device: str, dtype: torch.dtype) -> None:
+    assert _natural_dtype({"model.layers.0.mlp.down_proj.weight": "quantised"}, torch.device(device)) is dtype  # pyright: ignore[reportArgumentType]
 
 
 def test_an_unsupported_config_is_named_with_its_folder(tiny_model: Path, tmp_path: Path) -> None:

@@ -33,8 +33,9 @@ def load(name_or_path: str | Path, *, dtype: DType = "auto", device: torch.devic
 
     Args:
         dtype: "auto" keeps quantised weights small, with float32 activations, and runs others in their own type if
-            the device is good at it. "int8" is the same with all quantised weights in int8: slower alone, faster with
-            many rows. Any other value expands quantised weights to that type; "float32" is the exact mode.
+            the device is good at it; on CUDA devices it expands quantised weights to bfloat16. "int8", for CPUs, is the
+            same with all quantised weights in int8: slower alone, faster with many rows. Any other value expands
+            quantised weights to that type; "float32" is the exact mode.
         device: "cpu", or a CUDA device that torch sees.
 
     Raises:
@@ -44,6 +45,10 @@ def load(name_or_path: str | Path, *, dtype: DType = "auto", device: torch.devic
     if dtype not in get_args(DType):
         raise ValueError(f"dtype must be one of {', '.join(get_args(DType))}, not {dtype!r}")
     device = _usable(device)
+    if dtype == "int8" and device.type != "cpu":
+        raise ValueError(
+            "dtype: int8 products are made for CPUs; choose auto, float32, bfloat16 or float16 on CUDA devices"
+        )
     from freewheel.models.decoder import Decoder
     from freewheel.models.store import resolve
 
@@ -51,8 +56,9 @@ def load(name_or_path: str | Path, *, dtype: DType = "auto", device: torch.devic
     try:
         config, weights, tokenizer = _read_folder(path) if path.is_dir() else _read_gguf(path)
         spec = ModelSpec.from_config(config)
-        quantize = dtype if dtype in ("auto", "int8") else "none"
-        activations = getattr(torch, dtype) if quantize == "none" else _natural_dtype(weights, device)
+        natural = dtype in ("auto", "int8")
+        quantize = dtype if natural and device.type == "cpu" else "none"
+        activations = _natural_dtype(weights, device) if natural else getattr(torch, dtype)
         decoder = Decoder(spec, weights, dtype=activations, device=device, quantize=quantize)
     except ModelError as error:
         if str(error).startswith(str(path)):
@@ -86,9 +92,11 @@ def _read_folder(path: Path) -> "tuple[dict[str, Any], Weights, Tokenizer]":
 
 
 def _natural_dtype(weights: "Weights", device: torch.device) -> torch.dtype:
-    """float32 for quantised weights, else their own; bfloat16, which is safe, for float16."""
+    """Their own, but bfloat16, which is safe, for float16; for quantised weights float32 on CPUs, else bfloat16."""
     weight = weights["model.layers.0.mlp.down_proj.weight"]
-    if not isinstance(weight, torch.Tensor) or weight.dtype == torch.float32:
+    if isinstance(weight, torch.Tensor) and weight.dtype == torch.float32:
+        return torch.float32
+    if not isinstance(weight, torch.Tensor) and device.type == "cpu":
         return torch.float32
     slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.float32 if slow else torch.bfloat16
