@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the named parts on a machine with a CUDA device, with the python3 that has torch and Triton there:
-#   tests      every test with the marker gpu, and the kernels' tests at full speed
+#   tests      the tests of whatever has kernels, and every other one with the marker gpu
 #   sampler    freewheel bench sampler on random logits, with a plot
 #   real       the same on the recorded logits in .logits/ (freewheel bench sampler --record), beside torch alone
 #   softmax    softmax in one pass and in two
@@ -26,8 +26,11 @@ bench() { # NAME OPTION...
 for part in "${@:-tests}"; do
     case $part in
     tests)
-        python3 -m pytest -q --tb=short -p no:cacheprovider -m gpu tests >"$OUT/tests.log" 2>&1 || failed=1
-        python3 -m pytest -q --tb=short -p no:cacheprovider tests/sampling/test_fused.py >"$OUT/fused.log" 2>&1 || failed=1
+        workers=""
+        python3 -c "import xdist" 2>/dev/null && workers="-n 8"
+        # Whatever has kernels: what is interpreted elsewhere runs for real here.
+        python3 -m pytest -q --tb=short -p no:cacheprovider $workers $(grep -rlE --include='test_*.py' "mark.gpu|importorskip\(.triton" tests) \
+            >"$OUT/tests.log" 2>&1 || failed=1
         ;;
     sampler)
         bench sampler --vocab 151936 --batch 1,32,128,256 --plot "$OUT/sampler.png"
