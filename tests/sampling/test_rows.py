@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawing import LARGEST, LOUDEST, SMALLEST, Draw, new_state, sample_at
+from drawing import LARGEST, LOUDEST, QUIETEST, SMALLEST, Draw, new_state, sample_at, sample_each
 from torch import Tensor
 
 from freewheel.sampling import Sampler, SampleRows, Samples, SamplingParams, SamplingState, Status
@@ -89,6 +89,17 @@ def test_rows_are_bit_identical_in_every_batch(
         for neighbour in range(NAN + 2):
             pair = torch.tensor([kind, neighbour])
             assert sample(pair, 0)[0] == alone[0][kind], f"row {kind} beside row {neighbour}"
+
+
+@pytest.mark.parametrize("draw", ["two_level", "gumbel"])
+def test_a_seeded_token_is_the_same_beside_any_neighbour(draw: Draw, fused: bool) -> None:
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(4))
+    plain = SamplingParams()
+    alone = sample_each(logits[:1], [plain], draw=draw, fused=fused).tokens
+    limits: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}]
+    for fields in limits:
+        beside = sample_each(logits, [plain, SamplingParams(**fields)], draw=draw, fused=fused).tokens
+        assert beside[0] == alone[0], f"beside {fields}"
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
@@ -212,3 +223,14 @@ def test_the_largest_gumbel_noise_draws_neither_masked_nor_hopeless_ids(limits: 
     assert drawn[0] == drawn[1]
     assert not any(token == id for token, id in zip(drawn[0], loudest))
     assert drawn[2] == list(loudest)
+
+
+def test_the_smallest_gumbel_noise_draws_the_only_id_that_is_left(fused: bool) -> None:
+    state = new_state(len(QUIETEST), 32, 8, fused=fused)
+    logits = torch.full((len(QUIETEST), 32), -math.inf)
+    for slot, (seed, position, id) in enumerate(QUIETEST):
+        assert philox(seed, position, id // 4, NOISE)[id % 4] == 2**32 - 1
+        state.join(slot, SamplingParams(), [0], seed=seed)
+        logits[slot, id] = 0.0
+    keys = [(slot, position) for slot, (_, position, _) in enumerate(QUIETEST)]
+    assert sample_at(state, logits, keys, draw="gumbel").tokens.tolist() == [id for _, _, id in QUIETEST]

@@ -128,6 +128,8 @@ def test_string_lists_hold_strings(name: str, value: Any) -> None:
         ("bad_words", ["x"] * (MAX_STRINGS + 1)),
         ("allowed_token_ids", []),
         ("allowed_token_ids", [2**31]),
+        ("stop_token_ids", [2**31]),
+        ("stop_token_ids", [-1]),
         ("stop_token_ids", range(MAX_IDS + 1)),
         ("logit_bias", dict.fromkeys(range(MAX_IDS + 1), 0.0)),
         ("logit_bias", {-1: 0.0}),

@@ -89,7 +89,7 @@ def test_a_demanding_sequence_takes_over_in_a_running_batch(fused: bool) -> None
     state, alone = new_state(2, VOCAB, 32, fused=fused), SamplingState(1, VOCAB, 32)
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
     join(state, 0, {}, 0, [])
-    join(state, 1, {**asked, "allowed_token_ids": range(9), "logit_bias": {8: 9.0}}, 1, [4, 4, 8])
+    join(state, 1, {**asked, "allowed_token_ids": range(9), "logit_bias": {8: 9.0}}, 1, [2, 2, 8])
     state.append(*torch.tensor([[0, 1], [3, 6], [8, 8]], device=state.device))
     state.leave(1)
     join(state, 1, asked, 9, [])
