@@ -208,7 +208,11 @@ def test_extreme_words_draw_neither_masked_nor_hopeless_ids(fused: bool) -> None
     assert all(token in expected for token, (_, _, expected) in zip(tokens.tolist(), cases)), tokens
 
 
-@pytest.mark.parametrize("limits", [{}, {"top_k": 20}, {"allowed_token_ids": [0, *range(7, 32)]}], ids=str)
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"top_k": 20}, {"allowed_token_ids": [0, *range(7, 32)]}],
+    ids=["no limits", "top-k", "allowed ids"],
+)
 def test_the_largest_gumbel_noise_draws_neither_masked_nor_hopeless_ids(limits: dict[str, Any], fused: bool) -> None:
     state = new_state(len(LOUDEST), 32, 8, fused=fused)
     for slot, (seed, position, id) in enumerate(LOUDEST):
