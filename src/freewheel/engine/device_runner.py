@@ -69,7 +69,7 @@ class DeviceRunner(Runner):
             [*(span.start for span in spans), *idle],
             [*(span.start + 1 for span in spans), *idle],
         ]
-        step.inputs.copy_(self._pinned(columns), non_blocking=True)
+        step.inputs.copy_(self._pinned(torch.tensor(columns)), non_blocking=True)
         logits = step.logits
         if step.graph is not None:
             step.graph.replay()
@@ -99,7 +99,8 @@ class DeviceRunner(Runner):
         tiles = plan_tiles([span.rows for span in spans], [span.slot for span in spans], self._fused.tile_rows)
         row_slots, row_positions = self._upload(slots, positions)
         logit_rows, logit_slots, next_positions = self._upload(wanted, [slots[row] for row in wanted], following)
-        logits = self._fused(Rows(row_slots, row_positions, tiles.to(self._device, non_blocking=True)), logit_rows)
+        tiles = self._pinned(tiles).to(self._device, non_blocking=True)
+        logits = self._fused(Rows(row_slots, row_positions, tiles), logit_rows)
         return self._draw(spans, logits, logit_slots, next_positions)
 
     def _upload_pages(self, spans: Sequence[Span]) -> None:
@@ -117,8 +118,12 @@ class DeviceRunner(Runner):
             slots, indices, pages = self._upload(*changed)
             self._page_table[slots, indices] = pages.int()
 
-    def _pinned(self, columns: list[list[int]]) -> Tensor:
-        numbers = torch.tensor(columns, dtype=torch.int64)
+    def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:
+        numbers = self._pinned(torch.tensor(columns, dtype=torch.int64))
+        return numbers.to(self._device, non_blocking=True).unbind()
+
+    def _pinned(self, numbers: Tensor) -> Tensor:
+        """In memory from where a copy to the device does not wait for what the device has yet to do."""
         return numbers.pin_memory() if self._device.type == "cuda" else numbers
 
 
