@@ -29,7 +29,7 @@ for part in "${@:-tests}"; do
         workers=""
         python3 -c "import xdist" 2>/dev/null && workers="-n 8"
         # Whatever has kernels: what is interpreted elsewhere runs for real here.
-        python3 -m pytest -q --tb=short -p no:cacheprovider $workers $(grep -rlE --include='test_*.py' "mark.gpu|importorskip\(.triton" tests) \
+        python3 -m pytest -q --tb=short -p no:cacheprovider $workers $(grep -rlE --include='test_*.py' "mark.gpu|importorskip\(.triton|fused: bool" tests) \
             >"$OUT/tests.log" 2>&1 || failed=1
         ;;
     sampler)

@@ -316,9 +316,12 @@ class TestEnds:
     @pytest.mark.parametrize("prompt_length", [1, 40])
     @pytest.mark.parametrize("min_tokens", [0, 1, 4])
     def test_min_tokens_holds_the_end_back_exactly(self, prompt_length: int, min_tokens: int) -> None:
-        got = self.force(prompt=[3] * prompt_length, min_tokens=min_tokens, logit_bias={EOS: 100.0})
+        asked = {"prompt": [3] * prompt_length, "min_tokens": min_tokens, "logit_bias": {EOS: 100.0}}
+        got = self.force(**asked)
         assert [token == EOS for token in got.tokens] == [False] * min_tokens + [True]
         assert (got.finish_reason, got.stop_reason) == (FinishReason.STOP, None)
+        got = self.force(**asked, ignore_eos=True, max_tokens=min_tokens + 2)
+        assert [token == EOS for token in got.tokens] == [False] * min_tokens + [True] * 2
 
     @pytest.mark.parametrize("end", [EOS, 8, 9, 10])
     def test_min_tokens_holds_every_end_and_stop_id_back_and_no_other(self, end: int) -> None:

@@ -131,7 +131,7 @@ class Engine:
             )
         if params.seed is not None and self.config.draw == "multinomial":
             raise ValueError("seed must be None: this engine draws by multinomial, which cannot be repeated")
-        params.check_vocabulary(valid, request.bad_word_ids, stop_ids(params, self._eos_token_ids))
+        params.check_vocabulary(valid, request.bad_word_ids, self._end_ids(stop_ids(params, self._eos_token_ids)))
 
     def add(self, request: Request, *, checked: bool = False) -> None:
         """Queue a request.
@@ -321,11 +321,15 @@ class Engine:
             sequence.request.params,
             sequence.request.prompt_ids,
             seed=sequence.seed,
-            end_ids=sequence.stop_ids,
+            end_ids=self._end_ids(sequence.stop_ids),
             bad_word_ids=sequence.request.bad_word_ids,
             output_ids=sequence.output_ids,
             checked=True,
         )
+
+    def _end_ids(self, stops: Iterable[int]) -> list[int]:
+        """What ``min_tokens`` holds back: all that ends a sequence, and the model's ends even if they are ignored."""
+        return [*self._eos_token_ids.union(stops)]
 
     def _secure(self, sequence: Sequence, tokens: int) -> list[int]:
         """Make sure of pages for the first ``tokens`` tokens; return the new ones."""
