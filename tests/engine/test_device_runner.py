@@ -9,6 +9,7 @@ import torch
 
 from freewheel.cache.pool import KVPool
 from freewheel.config import EngineConfig
+from freewheel.engine.build import runner_for
 from freewheel.engine.engine import Engine
 from freewheel.engine.runner import Runner
 from freewheel.models.decoder import kv_cache_shape
@@ -63,6 +64,11 @@ def requests() -> list[Request]:
         Request(f"r{i}", tuple(range(10 + i, 10 + i + length)), SamplingParams(seed=i, ignore_eos=True, **fields))
         for i, (length, fields) in enumerate(asked)
     ]
+
+
+def test_cuda_devices_get_this_runner() -> None:
+    assert runner_for("cuda") is DeviceRunner
+    assert runner_for("cpu") is Runner
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])

@@ -104,7 +104,7 @@ def test_refuses_a_cuda_device_that_torch_does_not_see(
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])
-def test_quantised_weights_are_expanded_on_cuda_devices(device: str, dtype: torch.dtype) -> None:
+def test_quantised_weights_become_bfloat16_on_cuda_devices(device: str, dtype: torch.dtype) -> None:
     assert _natural_dtype({"model.layers.0.mlp.down_proj.weight": "quantised"}, torch.device(device)) is dtype  # pyright: ignore[reportArgumentType]
 
 

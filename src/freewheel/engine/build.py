@@ -38,11 +38,12 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
         vocab_size=spec.vocab_size,
         valid_vocab_size=model.tokenizer.vocab_size,
         eos_token_ids=model.tokenizer.eos_token_ids,
-        runner=_runner(decoder.device.type),
+        runner=runner_for(decoder.device.type),
     )
 
 
-def _runner(device: str) -> Callable[[Any, KVPool, Sampler], Runner]:
+def runner_for(device: str) -> Callable[[Any, KVPool, Sampler], Runner]:
+    """What runs the steps on this type of device."""
     if device != "cuda":
         return Runner
     from freewheel.engine.device_runner import DeviceRunner  # only here: it imports Triton

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from freewheel.cache.pool import KVPool
 from freewheel.engine.runner import InFlight, Launched, Runner, Span, StepResult
+from freewheel.engine.scheduler import pages_for
 from freewheel.models.decoder import Decoder
 from freewheel.models.fused_decoder import FusedDecoder, Rows
 from freewheel.ops.attention_gpu import plan_tiles
@@ -41,7 +42,7 @@ class DeviceRunner(Runner):
     def __init__(self, decoder: Decoder, pool: KVPool, sampler: Sampler, *, graphs: bool | None = None) -> None:
         super().__init__(decoder, pool, sampler)
         state, slots = sampler.state, len(pool.page_table)
-        max_pages = -(-state.max_length // pool.page_size)
+        max_pages = pages_for(state.max_length, pool.page_size)
         self._page_table = torch.zeros(slots, max_pages, dtype=torch.int32, device=pool.device)
         self._uploaded: list[list[int]] = [[] for _ in range(slots)]
         self._fused = FusedDecoder(decoder, state.history, self._page_table, pool.layers)

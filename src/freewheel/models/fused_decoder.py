@@ -23,6 +23,7 @@ from freewheel.models.spec import ModelSpec
 from freewheel.ops import attention_gpu as attention
 from freewheel.ops import products
 from freewheel.ops.activation import Activation
+from freewheel.ops.launch import dependent_launch
 from freewheel.ops.linear import Linear
 from freewheel.ops.norm import RMSNorm
 
@@ -102,7 +103,7 @@ class FusedDecoder:
         self._layers = [_unpack(decoder.spec, layer, decoder.frequencies[layer.rope]) for layer in decoder.layers]
         self._norm = _plain(decoder.norm)
         self._head = _Product.of(decoder.head)
-        self._chained = history.is_cuda
+        self._chained = dependent_launch(history.device)
         self._splits = attention.default_splits(decoder.spec.num_kv_heads)
 
     def __call__(self, rows: Rows, logit_rows: Tensor | None = None) -> Tensor:

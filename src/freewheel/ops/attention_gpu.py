@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from freewheel.ops import attention_kernels as kernels_
+from freewheel.ops.launch import power
 
 kernels: Any = kernels_
 
@@ -135,7 +136,7 @@ def attend_decode(
         partials, qkv, layer.norm_weight, layer.frequencies, cache, page_table, slots, positions,
         layer.attention_factor, layer.eps, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
-        GROUP=max(_power(layer.group), 16 if use_dot else 1), SPLITS=splits, TILE=tile or _tile(cache),
+        GROUP=max(power(layer.group), 16 if use_dot else 1), SPLITS=splits, TILE=tile or _tile(cache),
         DOT=use_dot, CHAINED=chained, num_warps=warps, **_options(chained),
     )  # fmt: skip
 
@@ -144,7 +145,7 @@ def combine(partials: Partials, out: Tensor, *, chained: bool = False) -> Tensor
     """The attended rows, [rows, heads * head_dim], in the dtype of ``out``, into which they go."""
     heads, splits, head_dim = partials.attended.shape[1:]
     kernels.combine[(heads, len(out))](
-        out, partials, HEAD_DIM=head_dim, DIM=_power(head_dim), SPLITS=splits, CHAINED=chained,
+        out, partials, HEAD_DIM=head_dim, DIM=power(head_dim), SPLITS=splits, CHAINED=chained,
         num_warps=4, **_options(chained),
     )  # fmt: skip
     return out
@@ -223,7 +224,7 @@ def attend_chunks(
         out if partials is None else None, partials, queries, cache, page_table, tiles, positions,
         positions if places is None else places, ancestors, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
-        M=max(_power(tile_rows * layer.group), 16), SPLITS=splits, TILE=tile or _tile(cache),
+        M=max(power(tile_rows * layer.group), 16), SPLITS=splits, TILE=tile or _tile(cache),
         CHAINED=chained, num_warps=warps, **_options(chained),
     )  # fmt: skip
 
@@ -241,19 +242,14 @@ def _sizes(layer: LayerAttention, cache: Tensor) -> dict[str, int]:
         "KV_HEADS": layer.kv_heads,
         "HEAD_DIM": layer.head_dim,
         "PAGE_SIZE": cache.shape[3],
-        "DIM": _power(layer.head_dim),
+        "DIM": power(layer.head_dim),
     }
 
 
 def _tile(cache: Tensor) -> int:
     """Places whose keys and values registers hold twice, with what belongs to them."""
-    return max(min(16384 // (_power(cache.shape[4]) * cache.element_size()), 64), 16)
+    return max(min(16384 // (power(cache.shape[4]) * cache.element_size()), 64), 16)
 
 
 def _options(chained: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if chained else {}
-
-
-def _power(number: int) -> int:
-    """The next power of two."""
-    return 1 << max(number - 1, 0).bit_length()

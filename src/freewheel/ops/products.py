@@ -9,12 +9,12 @@ a kernel that waits, or one that is not chained. Norm weights are float32 [n] an
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from freewheel.ops import product_kernels as kernels
 from freewheel.ops.activation import Activation
 from freewheel.ops.attention_gpu import Partials
+from freewheel.ops.launch import power
 
 MOST_ROWS = 16
 FEW_ROWS = 4  # of these CUDA cores take care
@@ -36,13 +36,13 @@ def tile_for(rows: int, outputs: int, inputs: int, gated: bool = False) -> Tile:
 
     Columns and warps follow from ``inputs`` alone: so a row gets the same bits whether one row is there or FEW_ROWS.
     """
-    columns = max(_power(inputs), 16)
+    columns = max(power(inputs), 16)
     if rows > FEW_ROWS:
         return Tile(16 if outputs >= 4096 else 8, min(columns, 128), 2, 4, 4, dot=True)
     columns = min(columns, 1024)
     # About 12 KB of a 16-bit weight a program; more where rows are many to read or outputs many; two programs an SM.
     share = 6144 // (inputs * (2 if gated else 1)) * (2 if rows > 2 else 1) * (2 if outputs > 32768 else 1)
-    return Tile(_power(max(min(share, 8, outputs // 264), 1) + 1) // 2, columns, 3, 4)
+    return Tile(power(max(min(share, 8, outputs // 264), 1) + 1) // 2, columns, 3, 4)
 
 
 def product(
@@ -131,7 +131,7 @@ def embed(
     _check(history, *history.shape)
     _launch(
         kernels.embed, (rows,), 4, chained,
-        stream, table, history, slots, positions, history.shape[1], hidden, float(scale), _power(hidden),
+        stream, table, history, slots, positions, history.shape[1], hidden, float(scale), power(hidden),
     )  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def gated(out: Tensor, gate_up: Tensor, activation: Activation, *, chained: bool
     rows, size = out.shape
     _check(out, rows, size)
     _check(gate_up, rows, 2 * size)
-    columns = min(_power(size), 1024)
+    columns = min(power(size), 1024)
     _launch(kernels.gated, (-(-size // columns), rows), 4, chained, out, gate_up, size, activation, columns)
 
 
@@ -243,7 +243,7 @@ def _launch_norm(
     for vector in (delta_norm, weight):
         if vector is not None:
             _check(vector, size)
-    columns = _power(size)
+    columns = power(size)
     warps = min(max(columns // 512, 1), 8)
     _launch(kernels.add_norm, (rows,), warps, chained, stream, out, delta, delta_norm, weight, size, eps, columns)
 
@@ -266,14 +266,9 @@ def _check(tensor: Tensor, *shape: int) -> None:
 def _check_partials(partials: Partials, rows: int, inputs: int) -> tuple[int, int]:
     """Splits and head_dim."""
     splits, head_dim = partials.attended.shape[-2:]
-    if splits != _power(splits) or head_dim != _power(head_dim):
+    if splits != power(splits) or head_dim != power(head_dim):
         raise ValueError(f"{splits} splits of head_dim {head_dim}: both must be powers of two")
     _check(partials.attended, rows, inputs // head_dim, splits, head_dim)
     for statistics in (partials.peaks, partials.sums):
         _check(statistics, *partials.attended.shape[:-1])
     return splits, head_dim
-
-
-def _power(number: int) -> int:
-    """The next power of two."""
-    return triton.next_power_of_2(number)

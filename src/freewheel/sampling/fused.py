@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from freewheel.ops.launch import dependent_launch, power
 from freewheel.sampling import baseline_kernels
 from freewheel.sampling import kernels as triton_kernels
 from freewheel.sampling.draw import ATTEMPTS, BLOCK
@@ -112,11 +113,6 @@ def _address(place: Any) -> Any:
     return place if type(place) is int else place.data_ptr()
 
 
-def _power(number: int) -> int:
-    """The next power of two. Triton's own function takes 2 µs."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
 class FusedSampler:
     """Tokens of a batch in one to five launches, without a look at the device.
 
@@ -141,8 +137,7 @@ class FusedSampler:
         self._workspaces: dict[int, tuple[Workspace, Any]] = {}
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._blocks = -(-state.valid_vocab_size // BLOCK)
-        # Dependent launch came with compute capability 9.0.
-        self._chained = self.cuda and torch.cuda.get_device_capability(state.device) >= (9, 0)
+        self._chained = dependent_launch(state.device)
         self._none = torch.zeros(1, dtype=torch.int64, device=state.device)
         self._nothing = Described(*[self._none] * 5)
 
@@ -176,12 +171,12 @@ class FusedSampler:
         # multiples of 16.
         aligned = [tensor.data_ptr() % 16 for tensor in (logits, slots, positions, masks, mask_rows)]
         width = described.top_ids.shape[1] if described else 0
-        blocks, padded = self._blocks, _power(self._blocks)
+        blocks, padded = self._blocks, power(self._blocks)
         changes = edits > 0, masked
         # A few demanding rows are finished where they start; many, in a kernel of their own that leaves room to read.
         apart = self.draw != "two_level"
         few = not apart and (rows < 8 or (not masked and 4 * demanding <= rows))
-        sought = max(256, _power(rows)) if rows >= 8 and few else 0
+        sought = max(256, power(rows)) if rows >= 8 and few else 0
         ahead = apart or demanding > 0 or masked
         key = (rows, logits.dtype, inputs.stride, *aligned, *changes, ahead, few, logprobs > 0, width)
         launch = self._launcher(key, inputs, rows, logits.device.index)
@@ -208,7 +203,7 @@ class FusedSampler:
             launch(kernels.check, (parts, rows), (tokens, statuses, blocks), (8, *changes, chained), 4, True)
         if logprobs or (not apart and (nucleus or (truncated and not few))):
             args = described or self._nothing, tokens, width, blocks
-            constants = (padded, _power(width), *changes, logprobs > 0, chained)
+            constants = (padded, power(width), *changes, logprobs > 0, chained)
             launch(kernels.finish, (rows, 1), args, constants, 8, not apart)
         return tokens, statuses, described
 
@@ -217,7 +212,7 @@ class FusedSampler:
     ) -> Tensor:
         """The tokens of all rows, by Gumbel noise or by torch's multinomial draw; those of greedy rows are there."""
         blocks = self._blocks
-        launch(baselines.threshold, (rows, 1), (statuses, blocks), (_power(blocks), *changes), 8, False)
+        launch(baselines.threshold, (rows, 1), (statuses, blocks), (power(blocks), *changes), 8, False)
         if self.draw == "gumbel":
             parts = min(-(-blocks // 8), baselines.PARTS.value)
             launch(baselines.race, (parts, rows), (tokens, statuses, blocks), (8, *changes), 4, False)
@@ -251,7 +246,7 @@ class FusedSampler:
         stream = driver.active.get_current_stream(device) if self.cuda else None
         addresses = _address(inputs) if self.cuda else ()
         # A few sizes serve all batches. None is ever freed: a captured graph may hold its addresses.
-        room = _power(rows)
+        room = power(rows)
         if room not in self._workspaces:
             if self.cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -304,7 +299,7 @@ def softmax_into(out: Tensor, logits: Tensor, temperature: float | Tensor, one_p
     varied = isinstance(temperature, Tensor)
     temperatures = temperature if varied else torch.full((1,), temperature, dtype=torch.float64, device=logits.device)
     if one_pass:
-        size = _power(vocab)
+        size = power(vocab)
         warps = min(max(size // 2048, 1), 16)
         kernels.softmax_row[(rows,)](out, logits, stride, temperatures, vocab, varied, size, num_warps=warps)
         return
@@ -314,5 +309,5 @@ def softmax_into(out: Tensor, logits: Tensor, temperature: float | Tensor, one_p
     grid = triton.cdiv(blocks, tile), rows
     kernels.softmax_stats[grid](maxima, sums, logits, stride, temperatures, vocab, blocks, varied, tile)
     kernels.softmax_write[grid](
-        out, maxima, sums, logits, stride, temperatures, vocab, blocks, varied, tile, _power(blocks)
+        out, maxima, sums, logits, stride, temperatures, vocab, blocks, varied, tile, power(blocks)
     )
