@@ -85,7 +85,7 @@ class Checkpoint:
         return self.tensors[name]
 
 
-def make_pair(name: str) -> tuple[Any, Decoder]:
+def make_pair(name: str, device: str = "cpu") -> tuple[Any, Decoder]:
     family, changes = MODELS[name]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **SIZES | changes)
@@ -94,7 +94,7 @@ def make_pair(name: str) -> tuple[Any, Decoder]:
         if parameter_name.endswith(("norm.weight", "bias")):  # initialised to constants, which would hide mistakes
             parameter.data.add_(0.3 * torch.randn(parameter.shape))
     spec = ModelSpec.from_config(config.to_dict())
-    return reference, Decoder(spec, Checkpoint(reference.state_dict()), dtype=torch.float32)
+    return reference, Decoder(spec, Checkpoint(reference.state_dict()), dtype=torch.float32, device=device)
 
 
 class Sequences:

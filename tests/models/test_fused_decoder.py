@@ -58,7 +58,7 @@ INTERPRETED = ["llama-biases", "mistral-window", "qwen2", "qwen3-biases", "gemma
 )
 @torch.inference_mode()
 def test_prefill_in_chunks_then_steps_of_a_few_rows_and_of_many(name: str) -> None:
-    reference, decoder = make_pair(name)
+    reference, decoder = make_pair(name, DEVICE)
     texts = [prompt(24, seed=1), prompt(13, seed=2)]
     right = [expected(reference, text) for text in texts]
     model = fused(decoder, texts)
@@ -78,7 +78,7 @@ def test_prefill_in_chunks_then_steps_of_a_few_rows_and_of_many(name: str) -> No
 
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
-    _, decoder = make_pair("qwen3")
+    _, decoder = make_pair("qwen3", DEVICE)
     texts = [prompt(8, seed=seed) for seed in range(4)]
     together = fused(decoder, texts)
     for position in range(3):

@@ -242,7 +242,7 @@ def _sizes(layer: LayerAttention, cache: Tensor) -> dict[str, int]:
         "KV_HEADS": layer.kv_heads,
         "HEAD_DIM": layer.head_dim,
         "PAGE_SIZE": cache.shape[3],
-        "DIM": power(layer.head_dim),
+        "DIM": max(power(layer.head_dim), 16),  # what tensor cores take at least
     }
 
 

@@ -251,7 +251,10 @@ def _launch_norm(
 def _launch(kernel: Any, grid: tuple[int, ...], warps: int, chained: bool, *args: Any, stages: int = 3) -> None:
     """The kernel, whose last argument is CHAINED."""
     if args[0].device.type == "cuda":
-        kernel[grid](*args, chained, num_warps=warps, num_stages=stages, launch_pdl=chained)
+        # No compiler's choice of what to round: a row's bits would depend on how many there are.
+        kernel[grid](
+            *args, chained, num_warps=warps, num_stages=stages, launch_pdl=chained, enable_fp_fusion=False
+        )
     else:  # interpreted
         kernel[grid](*args, False)
 
