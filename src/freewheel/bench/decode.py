@@ -3,10 +3,15 @@
 The rate is ``batch * (long - 1) / (t(long) - t(1))`` with ``t(n)`` the wall time to generate ``n`` tokens for every
 prompt: the prompt's own time cancels, and every system is measured by the same two calls. Each value is the median over
 repetitions, and systems run one after the other in processes of their own.
+
+On a CPU the floor is the bytes of weights that a step reads over the read bandwidth. On a CUDA device it is weights and
+cached keys and values over the copy bandwidth, and how this engine's steps spend their time is measured as well (see
+:mod:`freewheel.bench.steps`).
 """
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -14,19 +19,46 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from freewheel.bench import machine
-from freewheel.bench.systems import SYSTEMS, Freewheel
+from freewheel.bench.shapes import SHAPES, shape_config
+from freewheel.bench.steps import StepProfile, host_seconds, profile_steps, trace_steps
+from freewheel.bench.systems import ON_CPU, SYSTEMS, Freewheel, FreewheelEngine, Reads, Setup, wait_for
 
 SHORT = 1
 RESULT = "result: "  # marks a measuring process's lines among what the systems print
+ROWS = 8192  # of a step at most, on CUDA devices: so many prompt tokens keep one busy
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A system that is ready.
+
+    Attributes:
+        load_s: seconds until it was, imports included.
+        start_s: seconds that this engine took after that to build, where it runs alone.
+        weight_bytes, cache_bytes: what a step reads of weights, and for each sequence of the cache, on average.
+    """
+
+    load_s: float
+    start_s: float | None
+    weight_bytes: int | None
+    cache_bytes: float | None
 
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """One system at one batch size."""
+    """One system at one batch size.
+
+    Attributes:
+        resident_mb: memory of its process, of the host.
+        device_mb: memory that torch has reserved on the CUDA device.
+        warmup_s: the first two calls together, kernels compiled and graphs captured in them.
+        host_us: the host's part of a step, the wait for results apart.
+    """
 
     system: str
     dtype: str
@@ -37,6 +69,13 @@ class DecodeResult:
     load_s: float
     resident_mb: float
     weight_mb: float | None = None
+    device_mb: float | None = None
+    warmup_s: float | None = None
+    host_us: float | None = None
+
+
+Message = Loaded | DecodeResult | StepProfile
+MESSAGES: dict[str, type[Message]] = {kind.__name__: kind for kind in (Loaded, DecodeResult, StepProfile)}
 
 
 def prompts(batch: int, length: int) -> list[list[int]]:
@@ -47,118 +86,383 @@ def prompts(batch: int, length: int) -> list[list[int]]:
 
 
 def measure(
-    system: str, model: Path, dtype: str, batches: Sequence[int], prompt: int, output: int, repeats: int
-) -> Iterator[DecodeResult]:
-    """Load ``system`` in this process, once, and measure it at each batch size."""
+    system: str, setup: Setup, batches: Sequence[int], repeats: int, trace: Path | None = None
+) -> Iterator[Message]:
+    """Load ``system`` in this process, once, and measure it at each batch size; then look into its steps."""
     start = time.perf_counter()
-    loaded = SYSTEMS[system](model, dtype, max(batches), prompt + output)
-    load_s = time.perf_counter() - start
-    weights = loaded.llm.weight_bytes / 1e6 if isinstance(loaded, Freewheel) else None
+    cuda = setup.device != "cpu"
+    if cuda:
+        import torch
+
+        torch.cuda.set_device(torch.device(setup.device).index or 0)
+    loaded = SYSTEMS[system](setup)
+    load_s, start_s = time.perf_counter() - start, None
+    if isinstance(loaded, FreewheelEngine):
+        start_s = loaded.start_s
+        load_s -= start_s
+    reads = loaded.reads or Reads(0)
+    cache = reads.cache_bytes(setup.prompt, setup.output) if reads.cache else None
+    yield Loaded(load_s, start_s, reads.weights or None, cache)
 
     for batch in batches:
-        batch_prompts = prompts(batch, prompt)
+        batch_prompts = prompts(batch, setup.prompt)
 
         def seconds(tokens: int, batch_prompts: list[list[int]] = batch_prompts) -> float:
+            wait_for(setup.device)
             begin = time.perf_counter()
             counts = loaded.generate(batch_prompts, tokens)
             if counts != [tokens] * len(batch_prompts):
                 raise RuntimeError(f"{system} returned {counts} tokens instead of {tokens} for each prompt")
             return time.perf_counter() - begin
 
-        seconds(min(8, output))
-        times = [(seconds(SHORT), seconds(output)) for _ in range(repeats)]
+        # On a CUDA device in full: kernels and graphs may depend on the length.
+        warmup = seconds(setup.output) + seconds(SHORT) if cuda else seconds(min(8, setup.output))
+        times = [(seconds(SHORT), seconds(setup.output)) for _ in range(repeats)]
         short = statistics.median(pair[0] for pair in times)
-        step = statistics.median((pair[1] - pair[0]) / (output - SHORT) for pair in times)
+        step = statistics.median((pair[1] - pair[0]) / (setup.output - SHORT) for pair in times)
+        host = None
+        if cuda and isinstance(loaded, FreewheelEngine):
+            host = host_seconds(loaded, batch_prompts, setup.output)
         yield DecodeResult(
             system=system,
-            dtype=dtype,
+            dtype=setup.dtype,
             batch=batch,
             tokens_per_s=batch / step,
             step_ms=step * 1e3,
-            prompt_tokens_per_s=batch * prompt / short,
+            prompt_tokens_per_s=batch * setup.prompt / short,
             load_s=load_s,
             resident_mb=machine.resident_bytes() / 1e6,
-            weight_mb=weights,
+            weight_mb=reads.weights / 1e6 if isinstance(loaded, Freewheel | FreewheelEngine) else None,
+            device_mb=_reserved_mb() if cuda else None,
+            warmup_s=warmup,
+            host_us=None if host is None else host * 1e6,
         )
+    if not (cuda and isinstance(loaded, FreewheelEngine)):
+        return
+    for batch in batches:
+        if profile := profile_steps(loaded, prompts(batch, setup.prompt), setup.output):
+            yield profile
+    if trace:
+        trace_steps(loaded, prompts(batches[-1], setup.prompt), setup.output, trace)
 
 
-def measure_apart(request: dict[str, Any]) -> Iterator[DecodeResult]:
+def _reserved_mb() -> float:
+    import torch
+
+    return torch.cuda.memory_reserved() / 1e6
+
+
+def measure_apart(
+    system: str, setup: Setup, batches: Sequence[int], repeats: int, trace: Path | None = None
+) -> Iterator[Message]:
     """``measure`` in a fresh process, results as they come; RuntimeError with its last line if it fails."""
+    request = {"system": system, "setup": asdict(setup), "batches": batches, "repeats": repeats}
+    request["trace"] = str(trace) if trace else None
     command = [sys.executable, "-m", "freewheel.bench.decode", json.dumps(request)]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout
         for line in process.stdout:
             if line.startswith(RESULT):
-                yield DecodeResult(**json.loads(line.removeprefix(RESULT)))
+                kind, fields = json.loads(line.removeprefix(RESULT))
+                yield MESSAGES[kind](**fields)
         if process.wait():
             errors.seek(0)
             raise RuntimeError((errors.read().strip().splitlines() or [f"exit status {process.returncode}"])[-1])
 
 
+def main(text: str) -> None:
+    """The measuring process."""
+    request = json.loads(text)
+    request["setup"] = Setup(**request["setup"])
+    request["trace"] = Path(request["trace"]) if request["trace"] else None
+    for message in measure(**request):
+        print(RESULT + json.dumps([type(message).__name__, asdict(message)]), flush=True)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``freewheel bench decode``."""
-    parser.add_argument("--model", default="smollm2", help="built-in name, folder or .gguf file (default: smollm2)")
+    parser.add_argument("--model", help="built-in name, folder or .gguf file (default: smollm2)")
+    parser.add_argument(
+        "--shape",
+        metavar="NAME",
+        help=f"in place of a model: random weights of a known shape, {', '.join(SHAPES)}, or of a config.json",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
     parser.add_argument("--batch", default="1,8,32", help="batch sizes, separated by commas (default: 1,8,32)")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of each request (default: 128)")
-    parser.add_argument("--output", type=int, default=64, help="output tokens of each request (default: 64)")
+    parser.add_argument("--output", type=int, help="output tokens of each request (default: 64; on CUDA devices 256)")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions; the median counts (default: 3)")
     parser.add_argument(
         "--systems",
-        default="freewheel:auto,freewheel:float32",
-        help=f"SYSTEM[:DTYPE], separated by commas; systems: {', '.join(SYSTEMS)} (default: %(default)s)",
+        help=f"SYSTEM[:DTYPE], separated by commas; systems: {', '.join(SYSTEMS)} (default: freewheel:auto,"
+        "freewheel:float32; on CUDA devices, and for random weights, freewheel)",
     )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of the draws (default: 0, greedy)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="of the draws (default: 0, off)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the draws (default: 1, off)")
+    engine = parser.add_argument_group("options of this engine")
+    engine.add_argument("--draw", help="two_level, gumbel or multinomial (default: two_level)")
+    engine.add_argument("--lookahead", type=int, metavar="N", help="steps launched ahead (default: the engine's)")
+    engine.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help=f"most rows of a step (default: the engine's, on CUDA devices {ROWS}; and at least the batch)",
+    )
+    engine.add_argument("--kv-cache-memory", type=int, metavar="BYTES", help="for keys and values (default: as needed)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw tokens/s by batch as a PNG; needs matplotlib")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="on CUDA devices: write a Chrome trace of some of this engine's steps at the last batch size",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure every system at every batch size, print one table line each, and write JSON."""
-    from freewheel.models.store import resolve
+    """Measure every system at every batch size, print a table line for each, and write JSON."""
+    cuda, systems, batches = _check(args)
+    output = args.output or (256 if cuda else 64)
+    name = args.shape or args.model or "smollm2"
+    model = ""
+    if not args.shape:
+        from freewheel.models.store import resolve
 
-    systems = [tuple(name.partition(":")[::2]) for name in args.systems.split(",")]
-    for name, _ in systems:
+        model = str(resolve(name))
+    sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    engine = _engine_options(args, cuda, max(batches))
+    bandwidth = device_bandwidth(args.device) if cuda else machine.read_bandwidth()
+    print(f"machine    {machine.describe()}")
+    if cuda:
+        print(f"device     {_device_name(args.device)}")
+    print(f"bandwidth  {bandwidth / 1e9:.1f} GB/s {'copied, read and written bytes' if cuda else 'read'}, measured now")
+    draws = "greedy" if not args.temperature else ", ".join(f"{key} {value:g}" for key, value in sampling.items())
+    weights = "random weights of " if args.shape else ""
+    print(f"model      {weights}{name}, prompt {args.prompt}, output {output}, {draws}, median of {args.repeats}")
+    if not cuda:
+        print(f"{'system':24}{'batch':>6}{'tok/s':>9}{'ms/step':>9}{'floor ms':>9}", end="")
+        print(f"{'prompt tok/s':>14}{'load s':>8}{'MB now':>8}", flush=True)
+    results: list[dict[str, Any]] = []
+    for system, dtype in systems:
+        label = f"{system}:{dtype}"
+        setup = Setup(
+            model=model,
+            shape=args.shape or "",
+            dtype=dtype,
+            device=args.device,
+            batch=max(batches),
+            prompt=args.prompt,
+            output=output,
+            sampling=sampling,
+            engine=engine,
+        )
+        trace = args.trace if system == "freewheel" and not any(r["system"] == "freewheel" for r in results) else None
+        mine: dict[int, dict[str, Any]] = {}
+        loaded, profiled = None, False
+        try:
+            for message in measure_apart(system, setup, batches, args.repeats, trace):
+                if isinstance(message, Loaded):
+                    loaded = message
+                    if cuda:
+                        print_loaded(label, loaded, batches, bandwidth)
+                elif isinstance(message, DecodeResult):
+                    floor = floor_seconds(loaded, message.batch, bandwidth, cache=cuda) if loaded else None
+                    mine[message.batch] = asdict(message) | {"floor_ms": floor * 1e3 if floor else None}
+                    if cuda and loaded:
+                        ceiling = message.batch / floor if floor else None
+                        share = message.tokens_per_s / ceiling if ceiling else None
+                        mine[message.batch] |= asdict(loaded) | {"ceiling_tokens_per_s": ceiling, "share": share}
+                    results.append(mine[message.batch])
+                    print(
+                        _cuda_line(mine[message.batch]) if cuda else _cpu_line(label, mine[message.batch]), flush=True
+                    )
+                else:
+                    mine[message.batch]["steps"] = asdict(message)
+                    if not profiled:
+                        print(STEPS_HEADER)
+                    profiled = True
+                    print(_steps_line(message), flush=True)
+        except RuntimeError as error:
+            print(f"{label:24}  failed: {error}", flush=True)
+            results.append({"system": system, "dtype": dtype, "error": str(error)})
+    if args.plot:
+        plot(results, f"{name}, prompt {args.prompt}, output {output}, {draws}", args.plot)
+    if args.json:
+        report: dict[str, Any] = {"machine": machine.describe(), "prompt": args.prompt}
+        report["copy_bytes_per_s" if cuda else "read_bytes_per_s"] = bandwidth
+        report |= {"model": name, "output": output, "repeats": args.repeats, "results": results}
+        report |= {"device": _device_name(args.device), "sampling": sampling, "engine": engine}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+CUDA_HEADER = (
+    f"{'batch':>7}{'tok/s':>10}{'ms/step':>10}{'floor ms':>10}{'of ceiling':>12}"
+    f"{'host us':>9}{'prompt tok/s':>14}{'warm-up s':>11}{'MB':>9}"
+)
+STEPS_HEADER = (
+    f"{'batch':>7}{'kernels':>10}{'copies':>10}{'occupancy':>11}{'longest gap us':>16}{'profiled ms/step':>18}"
+)
+
+
+def floor_seconds(loaded: Loaded, batch: int, bandwidth: float, *, cache: bool) -> float | None:
+    """Seconds that a step needs to read its weights, and with ``cache`` its cache, at ``bandwidth`` bytes a second."""
+    if loaded.weight_bytes is None:
+        return None
+    return (loaded.weight_bytes + (batch * (loaded.cache_bytes or 0.0) if cache else 0.0)) / bandwidth
+
+
+def print_loaded(label: str, loaded: Loaded, batches: Sequence[int], bandwidth: float) -> None:
+    """The floor, and what heads the lines of a system on a CUDA device."""
+    started = "" if loaded.start_s is None else f", engine built in {loaded.start_s:.2f} s"
+    print(f"\n{label}  loaded in {loaded.load_s:.2f} s{started}")
+    if loaded.weight_bytes is not None and loaded.cache_bytes is not None:
+        print(
+            f"floor      a step reads {loaded.weight_bytes / 1e6:.1f} MB of weights, and for each token "
+            f"{loaded.cache_bytes / 1e6:.2f} MB of keys and values on average"
+        )
+        for batch in batches:
+            floor = floor_seconds(loaded, batch, bandwidth, cache=True)
+            assert floor is not None
+            print(f"           batch {batch}: {floor * 1e3:.3f} ms a step, at most {batch / floor:.1f} tok/s")
+    print(CUDA_HEADER, flush=True)
+
+
+def _cpu_line(label: str, result: dict[str, Any]) -> str:
+    return (
+        f"{label:24}{result['batch']:6}{result['tokens_per_s']:9.1f}{result['step_ms']:9.2f}"
+        f"{_shown(result['floor_ms'], '.2f'):>9}{result['prompt_tokens_per_s']:14.0f}"
+        f"{result['load_s']:8.2f}{result['resident_mb']:8.0f}"
+    )
+
+
+def _cuda_line(result: dict[str, Any]) -> str:
+    return (
+        f"{result['batch']:7}{result['tokens_per_s']:10.1f}{result['step_ms']:10.3f}"
+        f"{_shown(result['floor_ms'], '.3f'):>10}{_shown(result['share'], '.1%'):>12}"
+        f"{_shown(result['host_us'], '.0f'):>9}{result['prompt_tokens_per_s']:14.0f}"
+        f"{result['warmup_s']:11.2f}{result['device_mb']:9.0f}"
+    )
+
+
+def _steps_line(steps: StepProfile) -> str:
+    return (
+        f"{steps.batch:7}{steps.kernels:10.1f}{steps.copies:10.1f}{steps.occupancy:11.1%}"
+        f"{steps.longest_gap_us:16.1f}{steps.step_ms:18.3f}"
+    )
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def device_bandwidth(device: str) -> float:
+    """Bytes a second that a copy on a CUDA device reads and writes; leaves no memory taken."""
+    import torch
+
+    from freewheel.bench.timing import bandwidth
+
+    with torch.cuda.device(device):
+        try:
+            return bandwidth(device)
+        finally:
+            torch.cuda.empty_cache()
+
+
+def _device_name(device: str) -> str:
+    from freewheel.bench.timing import device_name
+
+    return device_name(device)
+
+
+def plot(results: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Tokens/s over the batch size, a line for each system, and the ceiling of each that has one."""
+    figure: Any = import_module("matplotlib.figure").Figure(figsize=(8, 5.5), layout="constrained")
+    axes = figure.subplots()
+    done = [result for result in results if "error" not in result]
+    labels = list(dict.fromkeys(f"{result['system']}:{result['dtype']}" for result in done))
+    for number, label in enumerate(labels):
+        own = [result for result in done if f"{result['system']}:{result['dtype']}" == label]
+        points = [(result["batch"], result["tokens_per_s"]) for result in own]
+        axes.plot(*zip(*points), marker="o", markersize=4, color=f"C{number}", label=label)
+        limits = [(one["batch"], one["batch"] / one["floor_ms"] * 1e3) for one in own if one["floor_ms"]]
+        if limits:
+            axes.plot(*zip(*limits), color=f"C{number}", ls="--", lw=1, label=f"{label}, ceiling")
+    batches = sorted({result["batch"] for result in done})
+    axes.set(title=title, xlabel="batch", ylabel="tokens a second", xscale="log", yscale="log")
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    if done:
+        axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _check(args: argparse.Namespace) -> tuple[bool, list[tuple[str, str]], list[int]]:
+    """Whether the device is a CUDA device, the systems with their dtypes, and the batch sizes.
+
+    Raises:
+        ValueError: options that are wrong, alone or together.
+    """
+    import torch
+
+    from freewheel.sampling import SamplingParams
+
+    found = re.fullmatch("cuda(?::([0-9]{1,3}))?", args.device)
+    if args.device != "cpu" and not (found and int(found[1] or 0) < torch.cuda.device_count()):
+        raise ValueError(f"device: {args.device!r} is neither cpu nor a CUDA device that torch can use")
+    cuda = args.device != "cpu"
+    if args.shape and args.model:
+        raise ValueError("shape: random weights take the place of --model")
+    if args.shape:
+        shape_config(args.shape)
+    default = "freewheel" if cuda or args.shape else "freewheel:auto,freewheel:float32"
+    systems = []
+    for text in (args.systems or default).split(","):
+        name, _, dtype = text.partition(":")
         if name not in SYSTEMS:
             raise ValueError(f"systems: unknown system {name!r} (known: {', '.join(SYSTEMS)})")
+        if name in ON_CPU and (cuda or args.shape or args.temperature):
+            raise ValueError(f"systems: {name} is measured on the CPU, with a model, at temperature 0")
+        systems.append((name, dtype or _default_dtype(name, cuda, bool(args.shape))))
     try:
         batches = [int(batch) for batch in args.batch.split(",")]
     except ValueError:
         raise ValueError(f"batch: {args.batch!r} is not a list of whole numbers") from None
-    if min(batches) < 1 or args.prompt < 1 or args.output <= SHORT or args.repeats < 1:
-        raise ValueError(f"batch, prompt and repeats must be at least 1, output at least {SHORT + 1}")
-    model = resolve(args.model)
-    bandwidth = machine.read_bandwidth()
-    print(f"machine    {machine.describe()}")
-    print(f"bandwidth  {bandwidth / 1e9:.1f} GB/s read, measured now")
-    print(f"model      {args.model}, prompt {args.prompt}, output {args.output}, greedy, median of {args.repeats}")
-    print(f"{'system':24}{'batch':>6}{'tok/s':>9}{'ms/step':>9}{'floor ms':>9}", end="")
-    print(f"{'prompt tok/s':>14}{'load s':>8}{'MB now':>8}")
-    results: list[dict[str, Any]] = []
-    for name, dtype in systems:
-        dtype = dtype or ("file" if name == "llamacpp" else "auto" if name == "freewheel" else "float32")
-        label = f"{name}:{dtype}"
-        request = {"system": name, "model": str(model), "dtype": dtype, "batches": batches}
-        request |= {"prompt": args.prompt, "output": args.output, "repeats": args.repeats}
-        try:
-            for result in measure_apart(request):
-                floor = result.weight_mb * 1e9 / bandwidth if result.weight_mb else None
-                print(
-                    f"{label:24}{result.batch:6}{result.tokens_per_s:9.1f}{result.step_ms:9.2f}"
-                    f"{f'{floor:.2f}' if floor else '-':>9}{result.prompt_tokens_per_s:14.0f}"
-                    f"{result.load_s:8.2f}{result.resident_mb:8.0f}",
-                    flush=True,
-                )
-                results.append(asdict(result) | {"floor_ms": floor})
-        except RuntimeError as error:
-            print(f"{label:24}  failed: {error}", flush=True)
-            results.append({"system": name, "dtype": dtype, "error": str(error)})
-    if args.json:
-        report = {"machine": machine.describe(), "read_bytes_per_s": bandwidth, "prompt": args.prompt}
-        report |= {"model": args.model, "output": args.output, "repeats": args.repeats, "results": results}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    output = SHORT + 1 if args.output is None else args.output
+    counts = {"batch": (min(batches), 1), "prompt": (args.prompt, 1), "output": (output, SHORT + 1)}
+    for option, (value, least) in {**counts, "repeats": (args.repeats, 1)}.items():
+        if value < least:
+            raise ValueError(f"{option} must be at least {least}, not {value}")
+    SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    if args.trace and not (cuda and any(name == "freewheel" for name, _ in systems)):
+        raise ValueError("trace: it shows freewheel's steps on a CUDA device")
+    return cuda, systems, batches
+
+
+def _default_dtype(system: str, cuda: bool, random: bool) -> str:
+    if system == "llamacpp":
+        return "file"
+    if system == "freewheel" and not random:
+        return "auto"
+    return "bfloat16" if cuda else "float32"
+
+
+def _engine_options(args: argparse.Namespace, cuda: bool, batch: int) -> dict[str, Any]:
+    """Fields of the engine's configuration: what was given, and as many rows as the batch needs.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    from freewheel.config import EngineConfig
+
+    given = {name: getattr(args, name) for name in ("draw", "lookahead", "max_num_batched_tokens", "kv_cache_memory")}
+    options = {name: value for name, value in given.items() if value is not None}
+    options.setdefault("max_num_batched_tokens", max(batch, ROWS if cuda else EngineConfig.max_num_batched_tokens))
+    EngineConfig(max_num_seqs=batch, **options)
+    return options
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    given["model"] = Path(given["model"])
-    for measured in measure(**given):
-        print(RESULT + json.dumps(asdict(measured)), flush=True)
+    main(sys.argv[1])

@@ -1,92 +1,276 @@
 """The systems that decode benchmarks compare, behind one small interface.
 
 Each system is measured in a process of its own (thread pools and memory stay apart). It loads one model and answers
-``generate(prompts, tokens)``: exactly ``tokens`` greedy tokens for each prompt, all prompts at once, no early stop.
+``generate(prompts, tokens)``: exactly ``tokens`` tokens for each prompt, all prompts at once, no early stop.
 """
 
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
+    import torch
+
     from freewheel.models.load import DType
+    from freewheel.models.spec import ModelSpec
 
 TokenIds = list[int]
+
+SETTLED = 8  # tokens that every prompt has before steps are looked at one by one
+MOST_AHEAD = 8  # steps that an engine may have launched and not yet read
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to load, and what will be asked of it.
+
+    Attributes:
+        model: a file or folder; empty for random weights.
+        shape: of random weights, a name or a ``config.json``; empty for a model.
+        dtype: of weights and activations, in the system's own words.
+        device: "cpu", "cuda" or "cuda:N".
+        batch: most prompts at once.
+        prompt, output: tokens of each.
+        sampling: fields of :class:`freewheel.sampling.SamplingParams`: temperature, top_k and top_p.
+        engine: fields of :class:`freewheel.config.EngineConfig` that differ from the benchmark's.
+    """
+
+    model: str
+    shape: str
+    dtype: str
+    device: str
+    batch: int
+    prompt: int
+    output: int
+    sampling: dict[str, Any]
+    engine: dict[str, Any]
+
+    @property
+    def context(self) -> int:
+        return self.prompt + self.output
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """Fields of :class:`freewheel.config.EngineConfig`. Prefix cache off: repetitions measure the same work."""
+        fixed = {"max_num_seqs": self.batch, "max_model_len": self.context, "enable_prefix_caching": False}
+        return fixed | self.engine
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Bytes that a decode step must read.
+
+    Attributes:
+        weights: once a step.
+        cache: for each layer the keys and values of a token, and the window of tokens that it sees if there is one.
+    """
+
+    weights: int
+    cache: tuple[tuple[int, int | None], ...] = ()
+
+    @classmethod
+    def of(cls, weights: int, spec: "ModelSpec", dtype: "torch.dtype") -> "Reads":
+        token = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        return cls(weights, tuple((token, window) for window in spec.windows))
+
+    def cache_bytes(self, prompt: int, output: int) -> float:
+        """Bytes of cache read for one token, the mean over the second to the last token of an output."""
+        contexts = range(prompt + 1, prompt + output)
+        return sum(
+            token * sum(length if window is None else min(length, window) for length in contexts) / len(contexts)
+            for token, window in self.cache
+        )
+
+    def step_bytes(self, batch: int, prompt: int, output: int) -> float:
+        """Bytes of a step, on average."""
+        return self.weights + batch * self.cache_bytes(prompt, output)
 
 
 class System(Protocol):
     """A loaded model of one serving system."""
 
+    @property
+    def reads(self) -> Reads | None:
+        """What its steps have to read, if that is known."""
+        ...
+
     def generate(self, prompts: Sequence[TokenIds], tokens: int) -> list[int]:
-        """Return how many tokens each prompt got."""
+        """Return how many tokens each prompt got, once they are on the host."""
         ...
 
 
 class Freewheel:
-    """This engine, prefix cache off so that repetitions measure the same work."""
+    """This engine behind its offline API, text included."""
 
-    def __init__(self, model: Path, dtype: str, batch: int, context: int) -> None:
+    def __init__(self, setup: Setup) -> None:
         from freewheel.llm import LLM
 
-        self.llm = LLM(
-            str(model),
-            dtype=cast("DType", dtype),
-            max_num_seqs=batch,
-            max_model_len=context,
-            enable_prefix_caching=False,
-        )
+        self.llm = LLM(setup.model, dtype=cast("DType", setup.dtype), device=setup.device, **setup.engine_options)
+        self.reads = Reads(self.llm.weight_bytes)
+        self.sampling = setup.sampling
 
     def generate(self, prompts: Sequence[TokenIds], tokens: int) -> list[int]:
         from freewheel.sampling import SamplingParams
 
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        params = SamplingParams(**self.sampling, max_tokens=tokens, ignore_eos=True)
         outputs = self.llm.generate(list(prompts), params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
 
-class Transformers:
-    """transformers' eager ``generate`` on the weights it dequantises from the same file."""
+class FreewheelEngine:
+    """This engine alone: token ids in, token ids out.
 
-    def __init__(self, model: Path, dtype: str, batch: int, context: int) -> None:
-        del batch, context
+    Attributes:
+        engine: the engine.
+        device: where it runs.
+        start_s: seconds that it took to build, once the weights were in place.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        from freewheel.bench.shapes import dummy_model
+        from freewheel.config import EngineConfig
+        from freewheel.engine.build import build_engine
+        from freewheel.models.load import load
+
+        if setup.shape:
+            model = dummy_model(setup.shape, setup.dtype, setup.device)
+        else:
+            model = load(setup.model, dtype=cast("DType", setup.dtype), device=setup.device)
+        wait_for(setup.device)
+        begin = time.perf_counter()
+        self.engine = build_engine(model, EngineConfig(**setup.engine_options))
+        wait_for(setup.device)
+        self.start_s = time.perf_counter() - begin
+        self.device = setup.device
+        self.reads = Reads.of(model.decoder.weight_bytes, model.spec, model.decoder.dtype)
+        self.sampling = setup.sampling
+
+    def generate(self, prompts: Sequence[TokenIds], tokens: int) -> list[int]:
+        counts = self._add(prompts, tokens)
+        while self.engine.has_unfinished:
+            self._step(counts)
+        return [counts[str(number)] for number in range(len(prompts))]
+
+    def start(self, prompts: Sequence[TokenIds], tokens: int) -> int:
+        """Begin, and stop in the middle of decoding. Returns how many steps are sure to follow that bring each prompt a
+        token; what is left then has to be drained."""
+        counts = self._add(prompts, tokens)
+        while self.engine.has_unfinished and (len(counts) < len(prompts) or min(counts.values()) < SETTLED):
+            self._step(counts)
+        return max(tokens - max(counts.values()) - MOST_AHEAD, 0)
+
+    def drain(self) -> None:
+        """Step until nothing is left."""
+        while self.engine.has_unfinished:
+            self.engine.step()
+
+    def _add(self, prompts: Sequence[TokenIds], tokens: int) -> Counter[str]:
+        from freewheel.request import Request
+        from freewheel.sampling import SamplingParams
+
+        params = SamplingParams(**self.sampling, max_tokens=tokens, ignore_eos=True)
+        for number, prompt in enumerate(prompts):
+            self.engine.add(Request(str(number), tuple(prompt), params))
+        return Counter()
+
+    def _step(self, counts: Counter[str]) -> None:
+        """One step; counts the new tokens of each request."""
+        for output in self.engine.step():
+            if output.error:
+                raise RuntimeError(output.error)
+            counts[output.request_id] += len(output.token_ids)
+
+
+def make_freewheel(setup: Setup) -> Freewheel | FreewheelEngine:
+    """The offline API for a model on the CPU; the engine alone on CUDA devices, and for random weights."""
+    return FreewheelEngine(setup) if setup.shape or setup.device != "cpu" else Freewheel(setup)
+
+
+def wait_for(device: str) -> None:
+    """Return when a CUDA device has done all it was asked for."""
+    if device != "cpu":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+class Transformers:
+    """transformers' eager ``generate``, on the weights it dequantises from the same file or on random ones."""
+
+    cache: str | None = None
+
+    def __init__(self, setup: Setup) -> None:
         import torch
 
         self.torch = torch
-        self.model = load_transformers(model, dtype)
+        self.device = setup.device
+        self.sampling = setup.sampling
+        self.reads = None
+        if not setup.shape:
+            self.model = load_transformers(Path(setup.model), setup.dtype).to(setup.device)
+            return
+        from freewheel.bench.shapes import shape_config
+        from freewheel.models.spec import ModelSpec
+
+        config, dtype = shape_config(setup.shape), getattr(torch, setup.dtype)
+        self.model = random_transformers(config, dtype, setup.device)
+        products = (module for module in self.model.modules() if isinstance(module, torch.nn.Linear))
+        parameters = (parameter for product in products for parameter in product.parameters())
+        weights = sum(parameter.nbytes for parameter in parameters)
+        self.reads = Reads.of(weights, ModelSpec.from_config(config), dtype)
 
     def generate(self, prompts: Sequence[TokenIds], tokens: int) -> list[int]:
-        ids = self.torch.tensor(prompts)
+        ids = self.torch.tensor(prompts, device=self.device)
         with self.torch.inference_mode():
             out = self.model.generate(
                 ids,
                 attention_mask=self.torch.ones_like(ids),
                 max_new_tokens=tokens,
                 min_new_tokens=tokens,
-                do_sample=False,
                 pad_token_id=0,
-            )
+                **(self.sampling if self.sampling["temperature"] else {}),
+                do_sample=self.sampling["temperature"] > 0,
+                cache_implementation=self.cache,
+            ).cpu()
         return [out.shape[1] - ids.shape[1]] * len(prompts)
+
+
+class TransformersStatic(Transformers):
+    """transformers' ``generate`` with a static cache, for which it compiles the decode step on CUDA devices."""
+
+    cache = "static"
+    batch = 0
+
+    def generate(self, prompts: Sequence[TokenIds], tokens: int) -> list[int]:
+        if len(prompts) != self.batch:  # compile for this size: the second one would be compiled for all
+            self.torch.compiler.reset()
+            self.batch = len(prompts)
+        return super().generate(prompts, tokens)
 
 
 class LlamaCpp:
     """llama.cpp through the xllamacpp package, one slot for each prompt of the batch."""
 
-    def __init__(self, model: Path, dtype: str, batch: int, context: int) -> None:
-        del dtype  # the file's own quantisation
+    reads = None
+
+    def __init__(self, setup: Setup) -> None:
         import torch
 
         xllamacpp: Any = import_module("xllamacpp")
         params = xllamacpp.CommonParams()
-        params.model.path = str(model)
-        params.n_parallel = batch
-        params.n_ctx = batch * context
+        params.model.path = setup.model
+        params.n_parallel = setup.batch
+        params.n_ctx = setup.batch * setup.context
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
         params.verbosity = 0
         self.server = xllamacpp.Server(params)
-        self.pool = ThreadPoolExecutor(batch)
+        self.pool = ThreadPoolExecutor(setup.batch)
 
     def generate(self, prompts: Sequence[TokenIds], tokens: int) -> list[int]:
         def complete(prompt: TokenIds) -> int:
@@ -101,12 +285,14 @@ class LlamaCpp:
 class CTranslate2:
     """CTranslate2's generator on a conversion of the same weights."""
 
-    def __init__(self, model: Path, dtype: str, batch: int, context: int) -> None:
-        del batch, context
+    reads = None
+
+    def __init__(self, setup: Setup) -> None:
         import torch
         from transformers import AutoTokenizer
 
         ctranslate2: Any = import_module("ctranslate2")
+        model, dtype = Path(setup.model), setup.dtype
         with tempfile.TemporaryDirectory() as folder:
             source, target = Path(folder, "transformers"), Path(folder, "ctranslate2")
             source_model = load_transformers(model, "float32")
@@ -148,9 +334,21 @@ def load_transformers(model: Path, dtype: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **where).eval()
 
 
-SYSTEMS: dict[str, Callable[[Path, str, int, int], System]] = {
-    "freewheel": Freewheel,
+def random_transformers(config: dict[str, Any], dtype: "torch.dtype", device: str) -> Any:
+    """A transformers causal LM of a configuration, with random weights made on the device, in evaluation mode."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval()
+
+
+SYSTEMS: dict[str, Callable[[Setup], System]] = {
+    "freewheel": make_freewheel,
     "transformers": Transformers,
+    "transformers-static": TransformersStatic,
     "llamacpp": LlamaCpp,
     "ctranslate2": CTranslate2,
 }
+ON_CPU = ("llamacpp", "ctranslate2")  # these are measured greedy, with a model, on the CPU

@@ -1,0 +1,168 @@
+"""What the decode steps of an engine on a CUDA device take, seen from both sides.
+
+From the host: the time of ``Engine.step()``, the wait for results apart. From the device: how many kernels it runs, and
+for which part of the time it runs any, by torch's profiler, which records each and slows them down a little.
+"""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from freewheel.bench.systems import FreewheelEngine, wait_for
+
+STEPS = 50
+TRACED = 10
+COPIES = ("Memcpy", "Memset")  # how the profiler's names of copies and fills begin
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """What the device did in some steps in the middle of decoding.
+
+    Attributes:
+        batch: sequences that decode.
+        steps: how many steps this is the mean of.
+        kernels: launched, a step; copies and fills apart.
+        copies: copies and fills, a step.
+        occupancy: share of the time, from the first start to the last end, in which anything ran.
+        step_ms: that time over the steps; the profiler's own cost is in it.
+        longest_gap_us: in which nothing ran.
+        kernel_us: microseconds a step by kernel, those that take longest first; side by side they add up to more than
+            passes.
+        kernel_counts: runs of each a step.
+    """
+
+    batch: int
+    steps: int
+    kernels: float
+    copies: float
+    occupancy: float
+    step_ms: float
+    longest_gap_us: float
+    kernel_us: dict[str, float]
+    kernel_counts: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Activity:
+    """A kernel, copy or fill on the device, in nanoseconds."""
+
+    name: str
+    start: int
+    end: int
+
+
+def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same points as ``intervals`` (start, end) cover, in intervals that neither touch nor overlap, in order."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def summarise(activities: Sequence[Activity], batch: int, steps: int) -> StepProfile:
+    """What ``steps`` steps did on the device.
+
+    Raises:
+        RuntimeError: nothing at all.
+    """
+    if not activities:
+        raise RuntimeError("torch's profiler saw nothing on the device")
+    busy = union((one.start, one.end) for one in activities)
+    span = busy[-1][1] - busy[0][0]
+    times, counts = Counter[str](), Counter[str]()
+    for one in activities:
+        times[one.name] += one.end - one.start
+        counts[one.name] += 1
+    copies = sum(count for name, count in counts.items() if name.startswith(COPIES))
+    gaps = [later[0] - earlier[1] for earlier, later in pairwise(busy)]
+    return StepProfile(
+        batch=batch,
+        steps=steps,
+        kernels=(len(activities) - copies) / steps,
+        copies=copies / steps,
+        occupancy=sum(end - start for start, end in busy) / span,
+        step_ms=span / steps / 1e6,
+        longest_gap_us=max(gaps, default=0) / 1e3,
+        kernel_us={name: time / steps / 1e3 for name, time in times.most_common()},
+        kernel_counts={name: counts[name] / steps for name, _ in times.most_common()},
+    )
+
+
+def host_seconds(system: FreewheelEngine, prompts: Sequence[list[int]], output: int) -> float | None:
+    """Median seconds that the host takes for a step, the device's work apart.
+
+    Before each step the device is waited for, so that the results which the step reads are there already. That is how
+    it can be told from the wait: None where a step reads its own results, without look-ahead, or if ``output`` tokens
+    leave no step in which all prompts decode.
+    """
+    if system.engine.config.lookahead == 0:
+        return None
+    seconds = []
+    for _ in range(min(STEPS, system.start(prompts, output))):
+        wait_for(system.device)
+        begin = time.perf_counter()
+        system.engine.step()
+        seconds.append(time.perf_counter() - begin)
+    system.drain()
+    return statistics.median(seconds) if seconds else None
+
+
+def profile_steps(system: FreewheelEngine, prompts: Sequence[list[int]], output: int) -> StepProfile | None:
+    """Steps in the middle of decoding, or None if ``output`` tokens leave none in which all prompts decode.
+
+    To be used after all timings: the profiler's hooks stay in the process.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    steps = min(STEPS, system.start(prompts, output))
+    wait_for(system.device)
+    if steps < 1:
+        system.drain()
+        return None
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            system.engine.step()
+        wait_for(system.device)
+    system.drain()
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    return summarise(activities_of(profiler.profiler.kineto_results.events()), len(prompts), steps)
+
+
+def activities_of(events: Iterable[Any]) -> list[Activity]:
+    """What ran on the device, of the profiler's events."""
+    return [
+        Activity(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in events
+        if event.device_type().name == "CUDA" and not event.is_user_annotation()
+    ]
+
+
+def trace_steps(system: FreewheelEngine, prompts: Sequence[list[int]], output: int, path: Path) -> None:
+    """Write a Chrome trace of steps in the middle of decoding, host and device.
+
+    Raises:
+        ValueError: ``output`` tokens leave no step in which all prompts decode.
+    """
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    steps = min(TRACED, system.start(prompts, output))
+    if steps < 1:
+        raise ValueError(f"trace: {output} output tokens leave no step in which all prompts decode")
+    wait_for(system.device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            with record_function("Engine.step"):
+                system.engine.step()
+        wait_for(system.device)
+    system.drain()
+    profiler.export_chrome_trace(str(path))

@@ -1,0 +1,345 @@
+"""``freewheel bench decode``: what it measures, beside which floor."""
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from freewheel.bench.decode import Loaded, floor_seconds, plot
+from freewheel.bench.shapes import SHAPES, STD, DummyWeights, dummy_model, shape_config, weight_shapes
+from freewheel.bench.steps import Activity, activities_of, host_seconds, profile_steps, summarise, union
+from freewheel.bench.systems import SETTLED, FreewheelEngine, Reads, Setup, TransformersStatic, random_transformers
+from freewheel.cli import main
+from freewheel.models.spec import ModelSpec
+
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 10_240,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+# Of the weights that the published checkpoints hold.
+PARAMETERS = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "llama-3.2-1b": 1_235_814_400,
+    "qwen2.5-7b": 7_615_616_512,
+}
+SMALL = ["--batch", "1,3", "--prompt", "5", "--output", "4", "--repeats", "1"]
+COLUMNS = {"tokens_per_s", "step_ms", "prompt_tokens_per_s", "load_s", "resident_mb"}
+
+
+@pytest.fixture
+def tiny_shape(tmp_path: Path) -> str:
+    """A ``config.json``."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+@pytest.fixture
+def setup(tiny_shape: str) -> Setup:
+    return Setup(
+        model="",
+        shape=tiny_shape,
+        dtype="float32",
+        device="cpu",
+        batch=3,
+        prompt=5,
+        output=40,
+        sampling={"temperature": 0.0, "top_k": 0, "top_p": 1.0},
+        engine={"lookahead": 1},
+    )
+
+
+def prompts(setup: Setup) -> list[list[int]]:
+    return [[number * 7 + i for i in range(setup.prompt)] for number in range(setup.batch)]
+
+
+# --- shapes
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_the_published_number_of_weights(name: str) -> None:
+    assert sum(map(prod, weight_shapes(ModelSpec.from_config(SHAPES[name])).values())) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "gemma3_text"])
+def test_random_weights_are_all_that_a_decoder_takes(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY | {"model_type": family, "tie_word_embeddings": family != "qwen2"}))
+    model = dummy_model(str(path), "bfloat16", "cpu")
+    assert model.decoder.dtype == torch.bfloat16
+    assert model.tokenizer.vocab_size == TINY["vocab_size"]
+    assert not model.tokenizer.eos_token_ids
+    with pytest.raises(ValueError, match="no text"):
+        model.tokenizer.encode("a")
+
+
+def test_random_weights_are_those_of_a_new_model_and_the_same_every_time() -> None:
+    spec = ModelSpec.from_config({**TINY, "model_type": "qwen2"})
+    first, second = (DummyWeights(spec, torch.float32, torch.device("cpu")) for _ in range(2))
+    embedding = first["model.embed_tokens.weight"]
+    assert torch.equal(embedding, second["model.embed_tokens.weight"])
+    assert embedding.std().item() == pytest.approx(STD, rel=0.02)
+    assert embedding.mean().abs() < 1e-3
+    down = [first[f"model.layers.{layer}.mlp.down_proj.weight"] for layer in range(2)]
+    assert not torch.equal(*down)
+    assert first["model.norm.weight"].unique().tolist() == [1.0]
+    assert first["model.layers.0.self_attn.q_proj.bias"].unique().tolist() == [0.0]
+
+
+def test_an_unknown_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="shape: 'other' is neither"):
+        shape_config("other")
+
+
+# --- the floor
+
+
+def test_a_step_reads_weights_once_and_the_cache_of_each_row() -> None:
+    spec = ModelSpec.from_config(TINY)
+    reads = Reads.of(1000, spec, torch.bfloat16)
+    token = 2 * 2 * 2 * 16 * 2  # layers, keys and values, heads, their size, bytes
+    # The second token sees the prompt and the first, the last one all but itself.
+    assert reads.cache_bytes(prompt=10, output=4) == token * (11 + 12 + 13) / 3
+    assert reads.step_bytes(5, 10, 4) == 1000 + 5 * token * 12
+    assert Reads(1000).step_bytes(5, 10, 4) == 1000
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    assert Reads(0, ((8, None), (8, 12))).cache_bytes(prompt=10, output=4) == 8 * (12 + (11 + 12 + 12) / 3)
+
+
+def test_the_floor_is_bytes_over_bandwidth() -> None:
+    loaded = Loaded(1.0, 0.1, weight_bytes=1000, cache_bytes=10.0)
+    assert floor_seconds(loaded, 8, 100.0, cache=True) == 10.8
+    assert floor_seconds(loaded, 8, 100.0, cache=False) == 10.0
+    assert floor_seconds(Loaded(1.0, None, None, None), 8, 100.0, cache=True) is None
+
+
+# --- steps
+
+
+def test_intervals_are_united() -> None:
+    assert union([]) == []
+    assert union([(5, 7), (0, 2), (1, 3), (3, 4), (5, 6)]) == [(0, 4), (5, 7)]
+
+
+def test_a_profile_tells_what_ran_and_for_which_part_of_the_time() -> None:
+    activities = [
+        Activity("product", 1000, 3000),
+        Activity("draw", 2000, 4000),  # beside the product
+        Activity("Memcpy DtoH (Device -> Pinned)", 5000, 6000),
+        Activity("product", 9000, 11000),
+    ]
+    profile = summarise(activities, batch=8, steps=2)
+    assert (profile.batch, profile.steps) == (8, 2)
+    assert (profile.kernels, profile.copies) == (1.5, 0.5)
+    assert profile.occupancy == 0.6
+    assert profile.step_ms == pytest.approx(0.005)
+    assert profile.longest_gap_us == 3.0
+    assert list(profile.kernel_us) == ["product", "draw", "Memcpy DtoH (Device -> Pinned)"]
+    assert profile.kernel_us["product"] == 2.0
+    assert profile.kernel_counts["product"] == 1.0
+    with pytest.raises(RuntimeError, match="saw nothing"):
+        summarise([], batch=8, steps=2)
+
+
+def test_only_what_ran_on_the_device_counts() -> None:
+    @dataclass
+    class Event:
+        what: str
+        where: str
+        annotation: bool = False
+
+        def name(self) -> str:
+            return self.what
+
+        def device_type(self) -> Any:
+            return SimpleNamespace(name=self.where)
+
+        def is_user_annotation(self) -> bool:
+            return self.annotation
+
+        def start_ns(self) -> int:
+            return 10
+
+        def duration_ns(self) -> int:
+            return 5
+
+    events = [Event("cudaGraphLaunch", "CPU"), Event("draw", "CUDA"), Event("Engine.step", "CUDA", annotation=True)]
+    assert activities_of(events) == [Activity("draw", 10, 15)]
+
+
+def test_the_engine_is_driven_alone(setup: Setup) -> None:
+    system = FreewheelEngine(setup)
+    assert system.generate(prompts(setup), 7) == [7, 7, 7]
+    assert system.start_s > 0
+    assert system.reads.weights == system.reads.step_bytes(0, 5, 40) > 0
+    assert sum(token for token, _ in system.reads.cache) == 2 * 2 * 2 * 16 * 4
+
+
+def test_the_middle_of_decoding_brings_every_prompt_a_token_a_step(setup: Setup) -> None:
+    system = FreewheelEngine(setup)
+    steps = system.start(prompts(setup), setup.output)
+    assert 10 < steps <= setup.output - SETTLED
+    for _ in range(steps):
+        assert sorted(output.request_id for output in system.engine.step() if output.token_ids) == ["0", "1", "2"]
+    system.drain()
+    assert not system.engine.has_unfinished
+    assert system.start(prompts(setup), 3) == 0
+
+
+def test_the_host_s_part_of_a_step_is_measured_with_look_ahead(setup: Setup) -> None:
+    system = FreewheelEngine(setup)
+    seconds = host_seconds(system, prompts(setup), setup.output)
+    assert seconds is not None
+    assert seconds > 0
+    assert not system.engine.has_unfinished
+    assert host_seconds(system, prompts(setup), 3) is None
+
+
+def test_no_host_time_without_look_ahead(setup: Setup) -> None:
+    setup.engine["lookahead"] = 0
+    assert host_seconds(FreewheelEngine(setup), prompts(setup), setup.output) is None
+
+
+def test_too_few_tokens_are_not_profiled(setup: Setup) -> None:
+    system = FreewheelEngine(setup)
+    assert profile_steps(system, prompts(setup), 3) is None
+    assert not system.engine.has_unfinished
+
+
+# --- the others
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}], ids=["greedy", "drawn"])
+def test_transformers_has_the_same_shape(setup: Setup, sampling: dict[str, Any]) -> None:
+    setup.sampling.update(sampling)
+    system = TransformersStatic(setup)
+    assert system.generate(prompts(setup), 7) == [7, 7, 7]
+    assert system.reads == FreewheelEngine(setup).reads
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_transformers_makes_as_many_weights_of_every_shape(name: str) -> None:
+    pytest.importorskip("transformers")
+    model = random_transformers(SHAPES[name], torch.bfloat16, "meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+
+
+# --- the command
+
+
+def test_random_weights_are_measured(tiny_shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, picture = tmp_path / "report.json", tmp_path / "plot.png"
+    options = ["--shape", tiny_shape, "--json", str(report), "--plot", str(picture), "--temperature", "0.8"]
+    assert main(["bench", "decode", *SMALL, *options, "--draw", "gumbel", "--lookahead", "1"]) == 0
+    results = json.loads(report.read_text())["results"]
+    assert [(result["system"], result["dtype"], result["batch"]) for result in results] == [
+        ("freewheel", "float32", 1),
+        ("freewheel", "float32", 3),
+    ]
+    for result in results:
+        assert min(result[column] for column in COLUMNS) > 0
+        assert result["floor_ms"] > 0
+    printed = capsys.readouterr().out
+    assert f"random weights of {tiny_shape}, prompt 5, output 4, temperature 0.8" in printed
+    assert printed.index("bandwidth") < printed.index("floor ms") < printed.index("freewheel:float32")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_is_measured_by_name(tiny_shape: str, tmp_path: Path, tiny_model: Path) -> None:
+    report = tmp_path / "report.json"
+    prompts_fit = ["--model", str(tiny_model), "--json", str(report), "--systems", "freewheel,llamacpp"]
+    assert main(["bench", "decode", *SMALL, *prompts_fit]) == 0
+    # Its vocabulary is too small for the prompts, and so is the folder for llama.cpp: each failure is one line.
+    errors = [result["error"] for result in json.loads(report.read_text())["results"]]
+    assert len(errors) == 2
+    assert "vocabulary" in errors[0]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--batch", "0"],
+        ["--batch", "x"],
+        ["--prompt", "0"],
+        ["--output", "1"],
+        ["--repeats", "0"],
+        ["--systems", "other"],
+        ["--device", "xpu"],
+        ["--device", "cuda:x"],
+        ["--device", "cuda:999"],
+        ["--shape", "other"],
+        ["--shape", "qwen3-0.6b", "--model", "smollm2"],
+        ["--temperature", "-1"],
+        ["--top_k", "-2"],
+        ["--top_p", "0"],
+        ["--draw", "other"],
+        ["--lookahead", "9"],
+        ["--kv_cache_memory", "0"],
+        ["--max_num_batched_tokens", "2"],
+        ["--trace", "trace.json"],
+    ],
+)
+def test_bad_options_are_refused(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = [option.replace("_", "-") if option.startswith("--") else option for option in bad]
+    where = [] if "--model" in bad or bad[0] in ("--shape", "--systems") else ["--shape", "qwen3-0.6b"]
+    assert main(["bench", "decode", *options, *where]) == 2
+    assert capsys.readouterr().err.startswith(f"freewheel: error: {bad[0].removeprefix('--')}")
+
+
+@pytest.mark.parametrize("what", [["--shape", "qwen3-0.6b"], ["--temperature", "0.5"]])
+def test_systems_that_only_run_greedy_and_with_a_model_are_refused_otherwise(
+    what: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "decode", "--systems", "llamacpp", *what]) == 2
+    assert "systems: llamacpp is measured on the CPU, with a model" in capsys.readouterr().err
+
+
+def test_the_plot_shows_every_system_and_its_ceiling(tmp_path: Path) -> None:
+    results: list[dict[str, Any]] = [
+        {"system": system, "dtype": "bfloat16", "batch": batch, "tokens_per_s": 100.0 * batch, "floor_ms": floor}
+        for system, floor in (("freewheel", 0.5), ("transformers", None))
+        for batch in (1, 8)
+    ]
+    plot([*results, {"system": "llamacpp", "dtype": "file", "error": "no"}], "title", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu_are_looked_into(tiny_shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
+    options = ["--device", "cuda", "--batch", "1,3", "--prompt", "20", "--output", "60", "--repeats", "1"]
+    files = ["--json", str(report), "--trace", str(trace), "--plot", str(tmp_path / "plot.png")]
+    systems = ["--systems", "freewheel,transformers"]
+    assert main(["bench", "decode", "--shape", tiny_shape, *options, *systems, *files]) == 0
+    results = json.loads(report.read_text())["results"]
+    assert [result.get("error") for result in results] == [None] * 4
+    assert {result["dtype"] for result in results} == {"bfloat16"}
+    for result in results:
+        assert min(result[column] for column in COLUMNS | {"floor_ms", "share", "warmup_s", "device_mb"}) > 0
+    for result in results[:2]:
+        assert result["host_us"] > 0
+        assert result["start_s"] > 0
+        steps = result["steps"]
+        assert steps["batch"] == result["batch"]
+        assert steps["kernels"] >= 2 * 5  # layers, launches in each
+        assert 0 < steps["occupancy"] <= 1
+        assert sum(steps["kernel_counts"].values()) == pytest.approx(steps["kernels"] + steps["copies"])
+    printed = capsys.readouterr().out
+    assert printed.index("floor  ") < printed.index("of ceiling") < printed.index("occupancy")
+    assert json.loads(trace.read_text())["traceEvents"]
