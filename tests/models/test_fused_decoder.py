@@ -24,7 +24,7 @@ PAGES = 40
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's time goes by programs."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(attention_gpu, "default_splits", lambda kv_heads: 2)
+        monkeypatch.setattr(attention_gpu, "default_splits", lambda rows, kv_heads: 2 if rows < 3 else 1)
         chosen = products.tile_for
         monkeypatch.setattr(products, "tile_for", lambda *sizes: chosen(*sizes)._replace(outputs=64))
 
@@ -77,18 +77,13 @@ def test_prefill_in_chunks_then_steps_of_a_few_rows_and_of_many(name: str) -> No
 
 
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
+def test_a_row_has_the_same_bits_whatever_the_others_are() -> None:
     _, decoder = make_pair("qwen3", DEVICE)
     texts = [prompt(8, seed=seed) for seed in range(4)]
     together = fused(decoder, texts)
+    alone = [fused(decoder, texts) for _ in texts]
     for position in range(3):
         logits = together(rows([(slot, position) for slot in range(4)]))
-        for slot in range(4):
-            alone = fused(decoder, texts)
-            for before in range(position):
-                alone(rows([(slot, before)]))
-            again = alone(rows([(slot, position)]))[0]
-            if DEVICE == "cuda":
-                assert torch.equal(again, logits[slot])
-            else:  # NumPy sums arrays of other shapes in another order
-                assert_close(logits[slot], again)
+        for slot, model in enumerate(alone):
+            idle = [(slot, position) if other == slot else (-1, 0) for other in range(4)]
+            assert torch.equal(model(rows(idle))[slot], logits[slot])

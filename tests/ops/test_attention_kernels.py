@@ -47,8 +47,9 @@ shape = {"HEADS": 6, "KV_HEADS": 2, "HEAD_DIM": 80, "DIM": 128, "PAGE_SIZE": 16,
          "TILE": 16, "PART": 8, "CHAINED": True}
 small = {"num_pages": 1, "max_pages": 1}  # integers that are 1 are constants
 for name, constants in [
-    ("attend_decode", {"GROUP": 4, "SPLITS": 4, "DOT": False, "WINDOW": 40}),
-    ("attend_decode", {"GROUP": 16, "SPLITS": 4, "DOT": True, "CAP": 50.0, "norm_weight": None, **small}),
+    ("attend_decode", {"GROUP": 4, "SPLITS": 4, "DOT": False, "WINDOW": 40, "out": None}),
+    ("attend_decode", {"GROUP": 16, "SPLITS": 1, "DOT": True, "CAP": 50.0, "norm_weight": None, "partials": None,
+                       **small}),
     ("rotate_and_store", {}),
     ("rotate_and_store", {"norm_weight": None, **small}),
     ("attend_chunks", {"M": 64, "SPLITS": 1, "partials": None, "ancestors": None}),
@@ -167,12 +168,11 @@ class Step:
     def decode(self, splits: int = SPLITS, rows: slice = slice(None), **options: Any) -> Tensor:
         self.cache_before = self.cache.clone()
         qkv, slots, positions = self.qkv[rows], self.slots[rows], self.positions[rows]
-        partials = poisoned(make_partials(len(qkv), self.layer, splits, DEVICE))
+        out = torch.full((len(qkv), self.layer.heads * self.layer.head_dim), torch.nan, device=DEVICE)
+        partials = poisoned(make_partials(len(qkv), self.layer, splits, DEVICE)) if splits else None
         options = {"tile": TILE, **options}
-        attend_decode(self.layer, qkv, self.cache, self.table, slots, positions, partials, **options)
-        return combine(
-            partials, torch.full((len(qkv), self.layer.heads * self.layer.head_dim), torch.nan, device=DEVICE)
-        )
+        attend_decode(self.layer, qkv, self.cache, self.table, slots, positions, partials or out, **options)
+        return combine(partials, out) if partials else out
 
     def store(self) -> Tensor:
         self.cache_before = self.cache.clone()
@@ -234,8 +234,9 @@ def test_decode_equals_the_definition(options: dict[str, Any], dot: bool) -> Non
 def test_decode_of_several_key_heads_with_other_pages(page: int) -> None:
     step = Step(make_layer(6, 3), [34, page], page=page)
     _, cache, attended = step.expected()
-    assert_close(step.decode(splits=4), attended, torch.float32)
-    step.assert_cache(cache)
+    for splits in (0, 4):
+        assert_close(step.decode(splits=splits), attended, torch.float32)
+        step.assert_cache(cache)
 
 
 HEADS = [(1, 1, 64), (3, 1, 80), (5, 1, 96), (7, 1, 128), (4, 1, 256), (16, 1, 64)]
@@ -358,7 +359,8 @@ def test_tiles_cover_all_rows() -> None:
 
 
 def test_splits_occupy_the_processors() -> None:
-    assert [default_splits(kv_heads) for kv_heads in (1, 2, 4, 8, 16, 32, 200)] == [64, 64, 32, 16, 8, 4, 1]
+    assert [default_splits(1, kv_heads) for kv_heads in (1, 2, 4, 8, 16, 32, 200)] == [64, 64, 32, 16, 8, 4, 1]
+    assert [default_splits(rows, 8) for rows in (1, 2, 4, 8, 16, 32, 256)] == [16, 8, 4, 2, 1, 1, 1]
 
 
 @pytest.mark.parametrize("wrong", ["columns", "stride", "weight"])
@@ -413,12 +415,12 @@ def test_full_size_decode(heads: tuple[int, int, int], options: dict[str, Any], 
         make_layer(*heads, **options), [0, 15, 16, 17, 511, 512, None, 4096, 9001], dtype=torch.bfloat16, page=16
     )
     _, cache, attended = step.expected()
-    splits = default_splits(heads[1])
-    together = step.decode(splits, tile=64, dot=dot)
-    assert_close(together, attended, torch.bfloat16)
-    step.assert_cache(cache)
-    for row in range(len(together)):
-        assert torch.equal(step.decode(splits, slice(row, row + 1), tile=64, dot=dot)[0], together[row])
+    for splits in (0, default_splits(1, heads[1])):
+        together = step.decode(splits, tile=64, dot=dot)
+        assert_close(together, attended, torch.bfloat16)
+        step.assert_cache(cache)
+        for row in range(len(together)):
+            assert torch.equal(step.decode(splits, slice(row, row + 1), tile=64, dot=dot)[0], together[row])
 
 
 @pytest.mark.gpu

@@ -41,9 +41,9 @@ types = {name: "*fp32" for name in "y norm bias peaks sums stream delta_norm att
 types |= {name: "*bf16" for name in "weight table out delta gate_up".split()}
 types |= {name: "*i64" for name in "history slots positions".split()}
 types |= {name: "fp32" for name in "eps cap scale".split()}
-plain = {"peaks": None, "sums": None, "ACTIVATION": None, "ADD": False, "SPLITS": None, "HEAD_DIM": None}
+plain = {"peaks": None, "sums": None, "ACTIVATION": None, "ADD": False, "SPLITS": None, "HEAD_DIM": None, "DOT": False}
 everything = {"CHAINED": True, "INPUTS": 320, "OUTPUTS": 4, "COLUMNS": 256, "AHEAD": 1, "SPLITS": 4, "HEAD_DIM": 64}
-dot = {"ROWS": 0, "OUTPUTS": 16, "COLUMNS": 64}
+dot = {"ROWS": 16, "OUTPUTS": 16, "COLUMNS": 64, "DOT": True}
 for name, constants in [
     ("product", plain | {"ROWS": 1, "norm": None, "bias": None, "cap": None, "ADD": True}),
     ("product", plain | {"ROWS": 3, "ACTIVATION": "gelu_tanh"}),
@@ -78,14 +78,6 @@ def close(ours: Tensor, reference: Tensor, tolerance: float = 2e-5) -> None:
     """Within ``tolerance`` of the reference's size."""
     assert ours.isfinite().all()
     assert (ours.double() - reference).norm() <= tolerance * reference.norm()
-
-
-def same(ours: Tensor, theirs: Tensor) -> None:
-    """The same bits on a GPU. NumPy sums up one tensor in another order than several side by side."""
-    if DEVICE == "cuda":
-        assert torch.equal(ours, theirs)
-    else:
-        close(ours, theirs.double(), 1e-6)
 
 
 def expected(
@@ -197,21 +189,11 @@ def test_large_rows_stay_within_float16(rows: int) -> None:
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_rows_do_not_see_each_other(tile: Tile) -> None:
-    """Not even what is not finite, and however many there are (but for NumPy's own order of summing)."""
+    """Not even what is not finite."""
     x, weight, norm = random(4, 72), random(9, 72), random(72)
     whole = run(x, weight, norm=norm, tile=tile)
-    for row in range(4):
-        same(run(x[row : row + 1], weight, norm=norm, tile=tile), whole[row : row + 1])
     x[1], x[2] = torch.nan, torch.inf
     assert torch.equal(run(x, weight, norm=norm, tile=tile)[[0, 3]], whole[[0, 3]])
-
-
-def test_a_row_has_the_same_bits_in_any_few_rows() -> None:
-    """With the tiles that are chosen for their number."""
-    x, weight = random(MOST_ROWS, 200), random(5, 200)
-    for rows in ROWS:
-        lowest = 1 if rows <= FEW_ROWS else FEW_ROWS + 1
-        same(run(x[:rows], weight)[:lowest], run(x[:lowest], weight))
 
 
 @pytest.mark.parametrize("rows", [1, FEW_ROWS])
@@ -268,7 +250,7 @@ def test_gates(activation: Any) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     x, weight, y = random(2, 8), random(6, 8), random(2, 6)
     bad: list[tuple[Any, ...]] = [
-        (y, x[:, :7], weight), (y, x, weight[:5]), (y, x, random(8, 6).T), (random(17, 6), random(17, 8), weight),
+        (y, x[:, :7], weight), (y, x, weight[:5]), (y, x, random(8, 6).T), (random(MOST_ROWS + 1, 6), random(MOST_ROWS + 1, 8), weight),
     ]  # fmt: skip
     for args in bad:
         with pytest.raises(ValueError, match=r"expected|rows"):
@@ -288,7 +270,6 @@ def test_tiles_cover_what_models_need() -> None:
         for few in range(1, FEW_ROWS + 1):
             tile = products.tile_for(few, outputs, inputs)
             assert outputs / tile.outputs >= 264
-            assert (tile.columns, tile.warps) == products.tile_for(1, outputs, inputs)[1:4:2]
 
 
 def test_kernels_compile_for_a_gpu() -> None:
@@ -299,7 +280,7 @@ def test_kernels_compile_for_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize(
     ("outputs", "inputs", "activation"),
     [(4096, 1024, None), (1024, 2048, None), (3072, 1024, "silu"), (1024, 3072, None), (151_936, 1024, None)],
@@ -310,9 +291,9 @@ def test_the_sizes_of_a_model(rows: int, outputs: int, inputs: int, activation: 
     weight = (random(outputs * (2 if activation else 1), inputs) / inputs**0.5).bfloat16()
     ours = run(x, weight, norm=norm, activation=activation, chained=chained)
     close(ours, expected(x, weight, norm=norm, activation=activation), 2e-5 if rows <= FEW_ROWS else 1e-2)
-    lowest = 1 if rows <= FEW_ROWS else FEW_ROWS + 1
-    alone = run(x[:lowest].contiguous(), weight, norm=norm, activation=activation, chained=chained)
-    assert torch.equal(ours[:lowest], alone)
+    others = x[torch.arange(rows, device=DEVICE).flip(0)]
+    others[0] = x[0]
+    assert torch.equal(run(others, weight, norm=norm, activation=activation, chained=chained)[0], ours[0])
 
 
 @pytest.mark.gpu

@@ -104,7 +104,6 @@ class FusedDecoder:
         self._norm = _plain(decoder.norm)
         self._head = _Product.of(decoder.head)
         self._chained = dependent_launch(history.device)
-        self._splits = attention.default_splits(decoder.spec.num_kv_heads)
 
     def __call__(self, rows: Rows, logit_rows: Tensor | None = None) -> Tensor:
         """One step. The rows' keys and values are written into the cache.
@@ -129,18 +128,19 @@ class FusedDecoder:
         qkv = stream.new_empty(count, self._layers[0].attention.columns)
         activated = stream.new_empty(count, spec.intermediate_size)
         attended = stream.new_empty(count, spec.num_heads * spec.head_dim)
-        merges = count <= products.FEW_ROWS and spec.head_dim & (spec.head_dim - 1) == 0
+        merges = partials is not None and count <= products.FEW_ROWS and spec.head_dim & (spec.head_dim - 1) == 0
         for layer, cache in zip(self._layers, self._kv, strict=True):
             products.product(
                 qkv, stream, layer.qkv.weight, norm=layer.attention_norm, eps=spec.norm_eps, bias=layer.qkv.bias,
                 chained=chained,
             )  # fmt: skip
-            self._attend_alone(layer, qkv, cache, rows, partials)
-            if merges and layer.post_attention_norm is None:
+            self._attend_alone(layer, qkv, cache, rows, partials or attended)
+            if partials and merges and layer.post_attention_norm is None:
                 weight, bias = layer.output.weight, layer.output.bias
                 products.combine_product(stream, partials, weight, bias=bias, add=True, chained=chained)
             else:
-                attention.combine(partials, attended, chained=chained)
+                if partials:
+                    attention.combine(partials, attended, chained=chained)
                 self._add(stream, attended, layer.output, layer.post_attention_norm)
             products.product(
                 activated, stream, layer.gate_up.weight, norm=layer.mlp_norm, eps=spec.norm_eps,
@@ -166,18 +166,19 @@ class FusedDecoder:
     def _many(self, stream: Tensor, rows: Rows, logit_rows: Tensor | None) -> Tensor:
         spec, chained = self.spec, self._chained
         count = len(stream)
-        partials = self._partials(count) if rows.tiles is None else None
+        partials = self._partials(count)
         normed = stream.new_empty(stream.shape, dtype=self.dtype)
         activated = normed.new_empty(count, spec.intermediate_size)
         attended = normed.new_empty(count, spec.num_heads * spec.head_dim)
         products.norm(normed, stream, self._layers[0].attention_norm, spec.norm_eps, chained=chained)
         for index, (layer, cache) in enumerate(zip(self._layers, self._kv, strict=True)):
             qkv = layer.qkv(normed)
-            if partials is not None:
-                self._attend_alone(layer, qkv, cache, rows, partials)
-                attention.combine(partials, attended, chained=chained)
-            else:
+            if rows.tiles is not None:
                 self._attend_chunks(layer, qkv, cache, rows, attended)
+            else:
+                self._attend_alone(layer, qkv, cache, rows, partials or attended)
+                if partials:
+                    attention.combine(partials, attended, chained=chained)
             products.add_norm(
                 stream, layer.output(attended), eps=spec.norm_eps, delta_norm=layer.post_attention_norm,
                 norm=layer.mlp_norm, out=normed, chained=chained,
@@ -194,10 +195,10 @@ class FusedDecoder:
         return logits
 
     def _attend_alone(
-        self, layer: _Layer, qkv: Tensor, cache: Tensor, rows: Rows, partials: attention.Partials
+        self, layer: _Layer, qkv: Tensor, cache: Tensor, rows: Rows, out: Tensor | attention.Partials
     ) -> None:
         attention.attend_decode(
-            layer.attention, qkv, cache, self._page_table, rows.slots, rows.positions, partials, chained=self._chained
+            layer.attention, qkv, cache, self._page_table, rows.slots, rows.positions, out, chained=self._chained
         )
 
     def _attend_chunks(self, layer: _Layer, qkv: Tensor, cache: Tensor, rows: Rows, attended: Tensor) -> None:
@@ -217,8 +218,12 @@ class FusedDecoder:
         """Rows of a tile of prefill."""
         return attention.rows_per_tile(self._layers[0].attention)
 
-    def _partials(self, count: int) -> attention.Partials:
-        return attention.make_partials(count, self._layers[0].attention, self._splits, self._table.device)
+    def _partials(self, count: int) -> attention.Partials | None:
+        """Room for what splits of the context leave; None where so many rows need none."""
+        splits = attention.default_splits(count, self.spec.num_kv_heads)
+        if splits == 1:
+            return None
+        return attention.make_partials(count, self._layers[0].attention, splits, self._table.device)
 
 
 def _plain(norm: RMSNorm) -> Tensor:

@@ -2,7 +2,7 @@
 
 Nothing looks at the device, and what is launched depends on shapes alone, so a captured graph serves any contents. ::
 
-    rows alone in their sequence    attend_decode -> partials -> combine
+    rows alone in their sequence    attend_decode, or attend_decode with partials -> combine
     prefill chunks                  rotate_and_store -> attend_chunks
     draft trees                     rotate_and_store -> attend_chunks with partials -> combine
 
@@ -76,9 +76,9 @@ def make_partials(rows: int, layer: LayerAttention, splits: int, device: torch.d
     return Partials(peaks, sums, torch.zeros(*shape, layer.head_dim, device=device))
 
 
-def default_splits(kv_heads: int, processors: int = 132) -> int:
-    """Splits of the context with which one row keeps the processors busy. It must not depend on the batch: bits do."""
-    return min(1 << max(round(processors / kv_heads).bit_length() - 1, 0), 64)
+def default_splits(rows: int, kv_heads: int, processors: int = 132) -> int:
+    """Splits of the context with which so many rows keep the processors busy."""
+    return min(1 << max(round(processors / (rows * kv_heads)).bit_length() - 1, 0), 64)
 
 
 def rows_per_tile(layer: LayerAttention, queries: int = 64) -> int:
@@ -105,7 +105,7 @@ def attend_decode(
     page_table: Tensor,
     slots: Tensor,
     positions: Tensor,
-    partials: Partials,
+    out: Tensor | Partials,
     *,
     chained: bool = False,
     tile: int | None = None,
@@ -121,7 +121,8 @@ def attend_decode(
         page_table: int32 [slots, max_pages].
         slots: int64 [rows].
         positions: int64 [rows], where in its sequence the row goes; the cache holds what is before it.
-        partials: where splits leave what they found, for :func:`combine`.
+        out: [rows, heads * head_dim], in any dtype; or, if few rows are to keep the device busy, partials, where splits
+            of the context leave what they found, for :func:`combine`.
         chained: start while the launch ahead still runs (CUDA devices only). That may then have written ``qkv``, or the
             ``queries`` and new keys and values of the other functions; all else was written at least two launches ago.
         tile: places of the context that are read at a time, a power of two from 16. None: what registers hold.
@@ -130,11 +131,12 @@ def attend_decode(
             at least four heads share a key.
     """
     _check(layer, qkv, cache)
-    splits = partials.peaks.shape[2]
+    partials = None if isinstance(out, Tensor) else out
+    splits = 1 if partials is None else partials.peaks.shape[2]
     use_dot = layer.group >= 4 if dot is None else dot
     kernels.attend_decode[(splits, layer.kv_heads, len(qkv))](
-        partials, qkv, layer.norm_weight, layer.frequencies, cache, page_table, slots, positions,
-        layer.attention_factor, layer.eps, layer.scale, cache.shape[2], page_table.shape[1],
+        out if partials is None else None, partials, qkv, layer.norm_weight, layer.frequencies, cache, page_table,
+        slots, positions, layer.attention_factor, layer.eps, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
         GROUP=max(power(layer.group), 16 if use_dot else 1), SPLITS=splits, TILE=tile or _tile(cache),
         DOT=use_dot, CHAINED=chained, num_warps=warps, **_options(chained),

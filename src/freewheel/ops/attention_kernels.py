@@ -158,7 +158,7 @@ def _leave(partials, index, wanted, peak, total, attended, HEAD_DIM: tl.constexp
 
 @triton.jit
 def attend_decode(
-    partials, qkv, norm_weight, frequencies, cache, page_table, slots, positions,
+    out, partials, qkv, norm_weight, frequencies, cache, page_table, slots, positions,
     factor, eps, scale, num_pages, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
@@ -166,7 +166,8 @@ def attend_decode(
 ):  # fmt: skip
     """The group of a key head: one split of what a row sees. The split that holds the row's own place also stores it.
 
-    GROUP and DIM are heads of a group and HEAD_DIM, padded to powers of two.
+    Leaves partials, or the attended rows in ``out`` if there are none (SPLITS is 1). GROUP and DIM are heads of a group
+    and HEAD_DIM, padded to powers of two.
     """
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(slots + row)
@@ -176,14 +177,19 @@ def attend_decode(
     index = (row * HEADS + heads) * SPLITS + split
     first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW > 0 else position * 0
     start = _first_tile(first, split, SPLITS, TILE)
+    d = tl.arange(0, DIM)
+    out_at = (row * HEADS + heads)[:, None] * HEAD_DIM + d[None, :]
+    inside = wanted[:, None] & (d < HEAD_DIM)[None, :]
     if (slot < 0) | (start > position):
         if CHAINED:
             gdc_wait()
             gdc_launch_dependents()
-        tl.store(partials.peaks + index, tl.full([GROUP], -float("inf"), tl.float32), mask=wanted)
-        tl.store(partials.sums + index, tl.zeros([GROUP], tl.float32), mask=wanted)
+        if partials is None:
+            tl.store(out + out_at, tl.zeros([GROUP, DIM], out.dtype.element_ty), mask=inside)
+        else:
+            tl.store(partials.peaks + index, tl.full([GROUP], -float("inf"), tl.float32), mask=wanted)
+            tl.store(partials.sums + index, tl.zeros([GROUP], tl.float32), mask=wanted)
         return
-    d = tl.arange(0, DIM)
     pages = page_table + slot * max_pages
     keys = cache + kv_head.to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
     values = cache + (kv_head + KV_HEADS).to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
@@ -227,7 +233,10 @@ def attend_decode(
             query, tile_keys, tile_values, seen[None, :], peak, total, attended, scale, CAP, DOT
         )
         tile_keys, tile_values, seen = next_keys, next_values, soon
-    _leave(partials, index, wanted, peak, total, attended, HEAD_DIM, DIM)
+    if partials is None:
+        tl.store(out + out_at, (attended / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    else:
+        _leave(partials, index, wanted, peak, total, attended, HEAD_DIM, DIM)
 
 
 @triton.jit

@@ -21,7 +21,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from freewheel.ops.attention_kernels import split_weights
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-DOT_ROWS = tl.constexpr(16)  # the fewest rows of a tensor core's tile
 
 
 @triton.jit
@@ -39,7 +38,7 @@ def _gate(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _finish(y, at, inside, values, ups, biases, cap, ACTIVATION: tl.constexpr, ADD: tl.constexpr):
+def _finish(y, at, inside, values, ups, added, biases, cap, ACTIVATION: tl.constexpr):
     """Store what becomes of sums [..., OUTPUTS] at offsets ``at``: bias, gate, soft cap, addition."""
     if biases is not None:
         values += biases[0]
@@ -47,8 +46,8 @@ def _finish(y, at, inside, values, ups, biases, cap, ACTIVATION: tl.constexpr, A
         values = _gate(values, ups if biases is None else ups + biases[1], ACTIVATION)
     if cap is not None:
         values = (2.0 * _sigmoid(2.0 / cap * values) - 1.0) * cap
-    if ADD:
-        values += tl.load(y + at, mask=inside, other=0.0)
+    if added is not None:
+        values += added
     tl.store(y + at, values.to(y.dtype.element_ty), mask=inside)
 
 
@@ -137,11 +136,12 @@ def _sums(parts, axis: tl.constexpr):
 
 @triton.jit
 def _few(
-    x, peaks, sums, weight, norm, n, present, outputs, eps,
+    y, x, peaks, sums, weight, norm, n, present, outputs, eps,
     ROWS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, HALVES: tl.constexpr,
-    SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, CHAINED: tl.constexpr,
+    ADD: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The products of ROWS rows on CUDA cores: a tuple of float32 [OUTPUTS], for each row its HALVES.
+    """The products of ROWS rows on CUDA cores: a tuple of float32 [OUTPUTS], for each row its HALVES; and with ADD what
+    y [OUTPUTS] holds of each row, read early.
 
     A thread adds up the products of its own columns: VECTOR at a time, chunk by chunk; then threads, then warps add up.
     Weights are read AHEAD chunks in advance, rows one chunk.
@@ -159,6 +159,10 @@ def _few(
         gdc_wait()
         gdc_launch_dependents()
     rows = _rows(x, peaks, sums, 0, ROWS, INPUTS, COLUMNS, SPLITS, HEAD_DIM)
+    added = ()
+    if ADD:
+        for row in tl.static_range(ROWS):
+            added += (tl.load(y + row * outputs + n, mask=present, other=0.0),)
     products = ()
     squares = ()
     for _ in tl.static_range(ROWS):
@@ -192,19 +196,19 @@ def _few(
             squares = wider
     products = _sums(products, 1)
     if norm is None:
-        return products
+        return products, added
     else:
         squares = _sums(squares, 0)
         results = ()
         for row in tl.static_range(ROWS):
             for half in tl.static_range(HALVES):
                 results += (products[row * HALVES + half] * tl.rsqrt(squares[row] / INPUTS + eps),)
-        return results
+        return results, added
 
 
 @triton.jit
 def _dot(h, tile, sums, NORMED: tl.constexpr):
-    """sums [DOT_ROWS, OUTPUTS] + h [DOT_ROWS, COLUMNS] @ tile.T, h rounded to the tile's type.
+    """sums [ROWS, OUTPUTS] + h [ROWS, COLUMNS] @ tile.T, h rounded to the tile's type.
 
     Rows whose norm's factor is not known yet could leave float16's range: then it is a product in TF32, which has
     float16's precision and float32's range.
@@ -223,7 +227,7 @@ def _dot(h, tile, sums, NORMED: tl.constexpr):
 @triton.jit
 def _dot_step(sums, squares, tiles, x, norm, rows, start, INPUTS: tl.constexpr, COLUMNS: tl.constexpr):
     """Add the products of one chunk of columns to ``sums``, and its squares to ``squares``."""
-    row = tl.arange(0, DOT_ROWS)
+    row = tl.arange(0, squares.shape[0])
     k = start + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None]
     if INPUTS % COLUMNS != 0:
@@ -241,10 +245,13 @@ def _dot_step(sums, squares, tiles, x, norm, rows, start, INPUTS: tl.constexpr, 
 
 @triton.jit
 def _many(
-    x, weight, norm, n, present, rows, outputs, eps,
-    INPUTS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, HALVES: tl.constexpr, CHAINED: tl.constexpr,
+    y, x, weight, norm, n, present, rows, outputs, eps,
+    ROWS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, HALVES: tl.constexpr,
+    ADD: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The products of up to DOT_ROWS rows on tensor cores: for each half float32 [DOT_ROWS, OUTPUTS]."""
+    """The products of up to ROWS rows on tensor cores: for each half float32 [ROWS, OUTPUTS]; and with ADD what y holds
+    there, read early.
+    """
     first: tl.constexpr = min(AHEAD * COLUMNS, INPUTS)
     tiles = ()
     for start in tl.static_range(0, first, COLUMNS):
@@ -255,8 +262,13 @@ def _many(
         gdc_launch_dependents()
     sums = ()
     for _ in tl.static_range(HALVES):
-        sums += (tl.zeros([DOT_ROWS, n.shape[0]], tl.float32),)
-    squares = tl.zeros([DOT_ROWS], tl.float32)
+        sums += (tl.zeros([ROWS, n.shape[0]], tl.float32),)
+    squares = tl.zeros([ROWS], tl.float32)
+    added = ()
+    if ADD:
+        row = tl.arange(0, ROWS)
+        at = row[:, None] * outputs + n[None, :]
+        added = (tl.load(y + at, mask=(row < rows)[:, None] & present[None, :], other=0.0),)
     for chunk in tl.static_range((first + COLUMNS - 1) // COLUMNS):
         pair = ()
         for half in tl.static_range(HALVES):
@@ -273,21 +285,21 @@ def _many(
         if norm is not None:
             result *= tl.rsqrt(squares / INPUTS + eps)[:, None]
         results += (result,)
-    return results
+    return results, added
 
 
 @triton.jit
 def product(
     y, x, weight, norm, bias, peaks, sums, rows, outputs, eps, cap,
     ROWS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
-    ACTIVATION: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, CHAINED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, DOT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """y [rows, outputs] = what the optional parts make of x [rows, INPUTS] and the weight.
 
     Each program computes OUTPUTS outputs of all rows, COLUMNS columns of the weight at a time, AHEAD of these chunks
-    read in advance. ROWS rows on CUDA cores, or with ROWS 0 up to 16 on tensor cores. In the first a row's bits depend
-    on INPUTS, COLUMNS, the warps and the weight's type, in the second on OUTPUTS, AHEAD and the pipeline's stages too;
-    in neither on other rows or on how many there are.
+    read in advance. ROWS rows on CUDA cores, or with DOT up to ROWS on tensor cores. A row's bits depend on these
+    numbers, not on other rows.
 
     Parts, None if absent: norm [INPUTS]; peaks and sums, and then x is what attention's SPLITS left (see
     attention_kernels.py; CUDA cores only); bias, float32; cap; ACTIVATION "silu" or "gelu_tanh"; ADD to y.
@@ -300,20 +312,22 @@ def product(
         biases = ()
         for half in tl.static_range(halves):
             biases += (tl.load(bias + half * outputs + n, mask=present, other=0.0),)
-    if ROWS == 0:
-        results = _many(x, weight, norm, n, present, rows, outputs, eps, INPUTS, COLUMNS, AHEAD, halves, CHAINED)
-        row = tl.arange(0, DOT_ROWS)
+    if DOT:
+        results, added = _many(
+            y, x, weight, norm, n, present, rows, outputs, eps, ROWS, INPUTS, COLUMNS, AHEAD, halves, ADD, CHAINED
+        )
+        row = tl.arange(0, ROWS)
         at = row[:, None] * outputs + n[None, :]
         inside = (row < rows)[:, None] & present[None, :]
-        _finish(y, at, inside, results[0], results[halves - 1], biases, cap, ACTIVATION, ADD)
+        _finish(y, at, inside, results[0], results[halves - 1], added[0] if ADD else None, biases, cap, ACTIVATION)
     else:
-        results = _few(
-            x, peaks, sums, weight, norm, n, present, outputs, eps,
-            ROWS, INPUTS, COLUMNS, AHEAD, halves, SPLITS, HEAD_DIM, CHAINED,
+        results, added = _few(
+            y, x, peaks, sums, weight, norm, n, present, outputs, eps,
+            ROWS, INPUTS, COLUMNS, AHEAD, halves, ADD, SPLITS, HEAD_DIM, CHAINED,
         )  # fmt: skip
         for row in tl.static_range(ROWS):
             values, ups = results[row * halves], results[row * halves + halves - 1]
-            _finish(y, row * outputs + n, present, values, ups, biases, cap, ACTIVATION, ADD)
+            _finish(y, row * outputs + n, present, values, ups, added[row] if ADD else None, biases, cap, ACTIVATION)
 
 
 @triton.jit

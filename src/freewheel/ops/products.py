@@ -16,7 +16,7 @@ from freewheel.ops.activation import Activation
 from freewheel.ops.attention_gpu import Partials
 from freewheel.ops.launch import power
 
-MOST_ROWS = 16
+MOST_ROWS = 32
 FEW_ROWS = 4  # of these CUDA cores take care
 
 
@@ -32,10 +32,7 @@ class Tile(NamedTuple):
 
 
 def tile_for(rows: int, outputs: int, inputs: int, gated: bool = False) -> Tile:
-    """How to divide a product with ``outputs`` results of ``inputs`` columns. Not tuned yet: from a sketch's best.
-
-    Columns and warps follow from ``inputs`` alone: so a row gets the same bits whether one row is there or FEW_ROWS.
-    """
+    """How to divide a product with ``outputs`` results of ``inputs`` columns. Not tuned yet: from a sketch's best."""
     columns = max(power(inputs), 16)
     if rows > FEW_ROWS:
         return Tile(16 if outputs >= 4096 else 8, min(columns, 128), 2, 4, 4, dot=True)
@@ -62,7 +59,7 @@ def product(
     """``y = x @ weight.T``, or ``y += ...`` with ``add``, for 1 to MOST_ROWS rows.
 
     Sums are float32. Up to FEW_ROWS rows, so are the factors; more are rounded to the weight's type first. A row's bits
-    depend neither on the other rows nor, within 1 to FEW_ROWS and within the numbers above, on how many there are.
+    depend on how many rows there are, not on what the others hold.
 
     Args:
         y: [rows, n] of any floating type; with ``add`` the residual stream, float32.
@@ -222,8 +219,8 @@ def _launch_product(
     _launch(
         kernels.product, (-(-outputs // tile.outputs),), tile.warps, chained,
         y, x, weight, norm, bias, peaks, sums, rows, outputs, eps, cap,
-        0 if tile.dot else rows, inputs, tile.outputs, columns, tile.ahead, activation, add, splits, head_dim,
-        stages=tile.stages,
+        max(power(rows), 16) if tile.dot else rows, inputs, tile.outputs, columns, tile.ahead, activation, add, splits,
+        head_dim, tile.dot, stages=tile.stages,
     )  # fmt: skip
 
 
@@ -251,10 +248,7 @@ def _launch_norm(
 def _launch(kernel: Any, grid: tuple[int, ...], warps: int, chained: bool, *args: Any, stages: int = 3) -> None:
     """The kernel, whose last argument is CHAINED."""
     if args[0].device.type == "cuda":
-        # No compiler's choice of what to round: a row's bits would depend on how many there are.
-        kernel[grid](
-            *args, chained, num_warps=warps, num_stages=stages, launch_pdl=chained, enable_fp_fusion=False
-        )
+        kernel[grid](*args, chained, num_warps=warps, num_stages=stages, launch_pdl=chained)
     else:  # interpreted
         kernel[grid](*args, False)
 
