@@ -27,7 +27,9 @@ COMPILED = {name: value for name, value in os.environ.items() if name != "TRITON
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from freewheel.sampling import baseline_kernels, fused, kernels
+from freewheel.sampling import (
+    baseline_kernels, draw_kernels, edit_kernels, finish_kernels, fused, truncation_kernels
+)
 
 inputs = "*bf16 i32 *i64 *i64 *i64 i32 *i32 *i64 *i64 *i32 *i32 *i32 *fp32 i32 i32 i32".split()
 work = "*fp32 *fp32 *fp32 *fp32 *i32 *fp32 *i32 *i32 *fp32 *fp32 *i64 *i32 *fp32 *i64 *i32 *i32 *i32 *fp32".split()
@@ -37,6 +39,8 @@ types = {
     "out": fused.Described("*fp32", "*i64", "*i64", "*fp32", "*i64"), "slots": "*i64", "positions": "*i64",
     "history": "*i64", "weights": "*fp32", "random": "*i1", "settings": "*i64", "bits": "*i32", "counts": "*i32",
 }
+kernels = vars(baseline_kernels) | vars(draw_kernels) | vars(edit_kernels) | vars(finish_kernels)
+kernels |= vars(truncation_kernels)
 everything = {"EDITS": True, "MASKED": True, "CHAINED": True, "LOGPROBS": True, "BLOCKS": 256, "IDS": 128, "WIDTH": 8}
 for name, constants in [
     ("edit", {}), ("draw", {"TILE": 8, "ROWS": 16, "ALL": False, "FINISH": True}),
@@ -44,7 +48,7 @@ for name, constants in [
     ("draw_plain", {"TILE": 8, "DEMANDS": True}), ("check", {"TILE": 8}), ("finish", {}), ("append", {}),
     ("threshold", {}), ("race", {"TILE": 8}), ("spread", {"TILE": 8}),
 ]:
-    kernel = getattr(baseline_kernels if hasattr(baseline_kernels, name) else kernels, name)
+    kernel = kernels[name]
     constants = {key: value for key, value in {**everything, **constants}.items() if key in kernel.arg_names}
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
     compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))

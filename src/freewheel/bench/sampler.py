@@ -91,7 +91,7 @@ def measure_softmax(
     """Temperature and softmax in torch, and by the kernels in one pass and in two; the floor is a read and a write."""
     import torch
 
-    from freewheel.sampling.fused import softmax_into
+    from freewheel.sampling.probabilities import softmax_into
 
     temperature = TEMPERATURE["temperature"]
     for vocab, batch in sizes:

@@ -1,10 +1,10 @@
 """The other two draws on the device, kept for comparison: they read the logits twice, and then draw token by token.
 
-kernels.edit, kernels.draw     block statistics of all rows; the tokens of greedy ones
-threshold      [rows]          the key of the last token that top-k and top-p keep
-race           [parts, rows]   gumbel: the largest of the kept logits once noise is added
-spread         [tiles, rows]   multinomial: the weights of the kept tokens, for torch to draw from
-kernels.finish                 log probabilities
+edit, draw                  as ever: block statistics of all rows; the tokens of greedy ones
+threshold   [rows]          the key of the last token that top-k and top-p keep
+race        [parts, rows]   gumbel: the largest of the kept logits once noise is added
+spread      [tiles, rows]   multinomial: the weights of the kept tokens, for torch to draw from
+finish                      as ever: log probabilities
 """
 
 import triton
@@ -25,19 +25,15 @@ from freewheel.sampling.kernels import (
     TOP_P,
     TRUNCATED,
     _changes,
-    _gather,
-    _keep,
-    _kept_bound,
     _key,
     _last,
     _load,
-    _narrow,
     _read_blocks,
     _real,
     _scale,
-    _search,
     _setting,
 )
+from freewheel.sampling.truncation_kernels import _gather, _keep, _kept_bound, _narrow, _search
 
 NOISE = tl.constexpr(rng.NOISE)
 RANDOM = tl.constexpr(state.RANDOM)

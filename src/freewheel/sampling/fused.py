@@ -8,13 +8,17 @@ import triton
 from torch import Tensor
 
 from freewheel.ops.launch import dependent_launch, power
-from freewheel.sampling import baseline_kernels
-from freewheel.sampling import kernels as triton_kernels
+from freewheel.sampling import (
+    baseline_kernels,
+    draw_kernels,
+    edit_kernels,
+    finish_kernels,
+    kernels,
+    truncation_kernels,
+)
 from freewheel.sampling.draw import ATTEMPTS, BLOCK
 from freewheel.sampling.state import DEMANDING, EDITED, LOGPROBS, NUCLEUS, TRUNCATED, SamplingState
 
-kernels: Any = triton_kernels  # whose constants are numbers here
-baselines: Any = baseline_kernels
 driver: Any = triton.runtime.driver
 
 
@@ -101,8 +105,8 @@ def workspace(rows: int, blocks: int, device: torch.device) -> Workspace:
         candidates=room(torch.int32, kernels.CAPACITY.value),
         candidate_values=room(torch.float32, kernels.CAPACITY.value),
         floors=room(torch.int64),
-        race_scores=room(torch.float64, baselines.PARTS.value),
-        race_ids=room(torch.int32, baselines.PARTS.value),
+        race_scores=room(torch.float64, baseline_kernels.PARTS.value),
+        race_ids=room(torch.int32, baseline_kernels.PARTS.value),
     )
 
 
@@ -182,7 +186,7 @@ class FusedSampler:
         launch = self._launcher(key, inputs, rows, logits.device.index)
         chained = self._chained
         if edits:
-            launch(kernels.edit, (8, rows), (), (128, chained), 4, False)
+            launch(edit_kernels.edit, (8, rows), (), (128, chained), 4, False)
         if ahead:
             tile = 8 if few or rows < 64 else 16
             tiles = -(-blocks // tile)
@@ -191,20 +195,20 @@ class FusedSampler:
             # Rows that are read in pieces of a few bytes are summed in an order that depends on the number of warps.
             dense = aligned[0] == 0 and inputs.stride % 16 == 0
             warps = 8 if few and dense else 4
-            launch(kernels.draw, grid, (tokens, statuses, rows, blocks), constants, warps, edits > 0)
+            launch(draw_kernels.draw, grid, (tokens, statuses, rows, blocks), constants, warps, edits > 0)
         if apart:
             tokens = self._draw_apart(launch, tokens, statuses, rows, changes)
         else:
             tile = 8 if rows < 8 else 32
             constants = tile, padded, ahead, masked, chained
-            launch(kernels.draw_plain, (-(-blocks // tile), rows), (tokens, statuses, blocks), constants, 4, ahead)
+            launch(draw_kernels.draw_plain, (-(-blocks // tile), rows), (tokens, statuses, blocks), constants, 4, ahead)
         if nucleus and not apart:
             parts = 64 if rows < 8 else 32 if rows < 64 else 16
-            launch(kernels.check, (parts, rows), (tokens, statuses, blocks), (8, *changes, chained), 4, True)
+            launch(truncation_kernels.check, (parts, rows), (tokens, statuses, blocks), (8, *changes, chained), 4, True)
         if logprobs or (not apart and (nucleus or (truncated and not few))):
             args = described or self._nothing, tokens, width, blocks
             constants = (padded, power(width), *changes, logprobs > 0, chained)
-            launch(kernels.finish, (rows, 1), args, constants, 8, not apart)
+            launch(finish_kernels.finish, (rows, 1), args, constants, 8, not apart)
         return tokens, statuses, described
 
     def _draw_apart(
@@ -212,15 +216,15 @@ class FusedSampler:
     ) -> Tensor:
         """The tokens of all rows, by Gumbel noise or by torch's multinomial draw; those of greedy rows are there."""
         blocks = self._blocks
-        launch(baselines.threshold, (rows, 1), (statuses, blocks), (power(blocks), *changes), 8, False)
+        launch(baseline_kernels.threshold, (rows, 1), (statuses, blocks), (power(blocks), *changes), 8, False)
         if self.draw == "gumbel":
-            parts = min(-(-blocks // 8), baselines.PARTS.value)
-            launch(baselines.race, (parts, rows), (tokens, statuses, blocks), (8, *changes), 4, False)
+            parts = min(-(-blocks // 8), baseline_kernels.PARTS.value)
+            launch(baseline_kernels.race, (parts, rows), (tokens, statuses, blocks), (8, *changes), 4, False)
             return tokens
         weights = torch.empty(rows, self.state.valid_vocab_size, device=tokens.device)
         random = torch.empty(rows, dtype=torch.bool, device=tokens.device)
         args = weights, random, statuses, blocks
-        launch(baselines.spread, (-(-blocks // 8), rows), args, (8, *changes), 4, False)
+        launch(baseline_kernels.spread, (-(-blocks // 8), rows), args, (8, *changes), 4, False)
         return weights.multinomial(1)[:, 0].where(random, tokens)
 
     def _room(self, rows: int) -> Described:
@@ -265,7 +269,7 @@ class FusedSampler:
             chained: bool,
         ) -> None:
             compiled = self._compiled.get((key, id(kernel)))
-            alone = kernel is kernels.edit
+            alone = kernel is edit_kernels.edit
             if compiled is None:
                 options: dict[str, Any] = (
                     {"enable_fp_fusion": False, "launch_pdl": chained and self._chained} if self.cuda else {}
@@ -287,27 +291,7 @@ def append(state: SamplingState, slots: Tensor, positions: Tensor, tokens: Tenso
     tables = state.tables
     assert tables is not None
     slots, positions, tokens = (numbers.long().contiguous() for numbers in (slots, positions, tokens))
-    kernels.append[(len(slots),)](
+    edit_kernels.append[(len(slots),)](
         slots, positions, tokens, state.history, state.max_length, tables.settings, tables.bits, tables.counts,
         tables.words, state.vocab_size,
     )  # fmt: skip
-
-
-def softmax_into(out: Tensor, logits: Tensor, temperature: float | Tensor, one_pass: bool) -> None:
-    """``softmax`` by kernels, in one pass over the logits or in two."""
-    (rows, vocab), stride = logits.shape, logits.stride(0)
-    varied = isinstance(temperature, Tensor)
-    temperatures = temperature if varied else torch.full((1,), temperature, dtype=torch.float64, device=logits.device)
-    if one_pass:
-        size = power(vocab)
-        warps = min(max(size // 2048, 1), 16)
-        kernels.softmax_row[(rows,)](out, logits, stride, temperatures, vocab, varied, size, num_warps=warps)
-        return
-    blocks = triton.cdiv(vocab, BLOCK)
-    maxima, sums = (torch.empty(rows, blocks, device=logits.device) for _ in range(2))
-    tile = 4 if rows < 8 else 16
-    grid = triton.cdiv(blocks, tile), rows
-    kernels.softmax_stats[grid](maxima, sums, logits, stride, temperatures, vocab, blocks, varied, tile)
-    kernels.softmax_write[grid](
-        out, maxima, sums, logits, stride, temperatures, vocab, blocks, varied, tile, power(blocks)
-    )

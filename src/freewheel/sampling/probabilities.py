@@ -1,7 +1,12 @@
 """Temperature and softmax in one operation."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from freewheel.ops.launch import power
+from freewheel.sampling.draw import BLOCK
 
 # Up to here a GPU program holds a row in its registers and reads it once; above, blocks are summed, then read again.
 ONE_PASS = 32_768
@@ -34,11 +39,32 @@ def softmax(
     elif out.shape != logits.shape or out.dtype != torch.float32 or not out.is_contiguous():
         raise ValueError(f"out must be a contiguous float32 tensor of shape {tuple(logits.shape)}")
     if logits.is_cuda if fused is None else fused:
-        from freewheel.sampling.fused import softmax_into  # only here: it imports Triton
-
         softmax_into(out, logits, temperature, one_pass=logits.shape[1] <= ONE_PASS)
         return out
     scales = temperature[:, None] if isinstance(temperature, Tensor) else temperature
     # Relative to the peak first: a small temperature must not make infinities of large logits.
     peaks = logits.amax(1, keepdim=True).float()
     return torch.softmax((logits.float() - peaks) / scales, 1, out=out)
+
+
+def softmax_into(out: Tensor, logits: Tensor, temperature: float | Tensor, one_pass: bool) -> None:
+    """``softmax`` by kernels, in one pass over the logits or in two."""
+    from freewheel.sampling import softmax_kernels  # only here: it imports Triton
+
+    kernels: Any = softmax_kernels  # whose constants are numbers here
+    (rows, vocab), stride = logits.shape, logits.stride(0)
+    varied = isinstance(temperature, Tensor)
+    temperatures = temperature if varied else torch.full((1,), temperature, dtype=torch.float64, device=logits.device)
+    if one_pass:
+        size = power(vocab)
+        warps = min(max(size // 2048, 1), 16)
+        kernels.softmax_row[(rows,)](out, logits, stride, temperatures, vocab, varied, size, num_warps=warps)
+        return
+    blocks = -(-vocab // BLOCK)
+    maxima, sums = (torch.empty(rows, blocks, device=logits.device) for _ in range(2))
+    tile = 4 if rows < 8 else 16
+    grid = -(-blocks // tile), rows
+    kernels.softmax_stats[grid](maxima, sums, logits, stride, temperatures, vocab, blocks, varied, tile)
+    kernels.softmax_write[grid](
+        out, maxima, sums, logits, stride, temperatures, vocab, blocks, varied, tile, power(blocks)
+    )

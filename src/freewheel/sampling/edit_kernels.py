@@ -1,0 +1,119 @@
+"""What bias, held-back ends, bad words and penalties change: before the draw, and once its token is known.
+
+edit        [parts, rows]  the values of the few ids that they change; ``_load`` puts them in place
+append      [rows]         the token: to the history, and to the counts and bits that penalties go by
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from freewheel.sampling.kernels import (
+    EDIT_KINDS,
+    EDIT_LIST,
+    EDIT_ROW,
+    EDITED_UNTIL,
+    FREQUENCY,
+    LISTED,
+    LISTED_COUNT,
+    MIN_TOKENS,
+    PENALISED,
+    PLANES,
+    PRESENCE,
+    PROMPT_LENGTH,
+    RANKS,
+    REPETITION,
+    SEEN,
+    TOUCHED,
+    _bit,
+    _popcount,
+    _real,
+    _setting,
+)
+
+
+@triton.jit
+def edit(inputs, IDS: tl.constexpr, CHAINED: tl.constexpr):
+    """For each id that its slot lists or has seen: the value after bias, held-back ends, bad words and penalties."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(inputs.slots + row)
+    position = tl.load(inputs.positions + row)
+    if CHAINED:
+        gdc_launch_dependents()
+    if position >= _setting(inputs.settings, slot, EDITED_UNTIL):
+        return
+    edit_row = _setting(inputs.settings, slot, EDIT_ROW)
+    plane = inputs.bits + edit_row * (PLANES * inputs.words)
+    penalised = (_setting(inputs.settings, slot, EDIT_KINDS) & PENALISED) != 0
+    start = _setting(inputs.settings, slot, EDIT_LIST)
+    listed = _setting(inputs.settings, slot, LISTED_COUNT)
+    seen_tokens = tl.where(penalised, position, 0)
+    holds_back = position - _setting(inputs.settings, slot, PROMPT_LENGTH) < _setting(inputs.settings, slot, MIN_TOKENS)
+    repetition = _real(inputs.settings, slot, REPETITION).to(tl.float32)
+    frequency = _real(inputs.settings, slot, FREQUENCY).to(tl.float32)
+    presence = _real(inputs.settings, slot, PRESENCE).to(tl.float32)
+    # An id may turn up several times, in the history and in the list: each time it gets the same value.
+    for part in range(tl.program_id(0) * IDS, listed + seen_tokens, tl.num_programs(0) * IDS):
+        i = part + tl.arange(0, IDS)
+        from_list = i < listed
+        ids = tl.load(inputs.lists + start + 5 * i, mask=from_list, other=-1).to(tl.int64)
+        ids = tl.where(
+            from_list,
+            ids,
+            tl.load(
+                inputs.history + slot * inputs.max_length + i - listed,
+                mask=(i >= listed) & (i < listed + seen_tokens),
+                other=-1,
+            ),
+        )
+        inside = (ids >= 0) & (ids < inputs.drawable)
+        values = tl.load(inputs.logits + row * inputs.stride + ids, mask=inside, other=0.0).to(tl.float32)
+        if listed > 0:
+            marks = tl.load(plane + LISTED * inputs.words + (ids >> 5), mask=inside, other=0)
+            marked = inside & _bit(marks, ids.to(tl.int32))
+            rank = tl.load(plane + RANKS * inputs.words + (ids >> 5), mask=marked, other=0)
+            rank += _popcount(marks & ((1 << (ids.to(tl.int32) & 31)) - 1))
+            entry = inputs.lists + start + 5 * rank
+            bias = tl.load(entry + 1, mask=marked, other=0).to(tl.float32, bitcast=True)
+            banned = marked & (tl.load(entry + 2, mask=marked, other=0) == 1) & holds_back
+            first_word = tl.load(entry + 3, mask=marked, other=0)
+            words = tl.load(entry + 4, mask=marked, other=0)
+            for j in range(tl.max(words, 0)):
+                here = marked & (j < words)
+                word = inputs.lists + start + first_word + 2 * j
+                before = tl.load(word, mask=here, other=0)
+                length = tl.load(word + 1, mask=here, other=0)
+                matches = here & (length <= position)
+                for distance in range(1, tl.max(length, 0) + 1):
+                    token = tl.load(inputs.history + slot * inputs.max_length + tl.maximum(position - distance, 0))
+                    compared = matches & (distance <= length)
+                    wanted = tl.load(inputs.lists + start + before + length - distance, mask=compared, other=0)
+                    matches = matches & ((compared == 0) | (wanted == token))
+                banned = banned | matches
+            values = tl.where(banned, -float("inf"), values + bias)
+        if penalised:
+            seen = inside & _bit(
+                tl.load(plane + SEEN * inputs.words + (ids >> 5), mask=inside, other=0), ids.to(tl.int32)
+            )
+            times = tl.load(inputs.counts + edit_row * inputs.vocab_size + ids, mask=seen, other=0).to(tl.float32)
+            lowered = tl.where(values > 0, values / repetition, values * repetition)
+            lowered = lowered - times * frequency - tl.where(times > 0, presence, 0.0)
+            values = tl.where(seen, lowered, values)
+        tl.store(inputs.edited_values + edit_row * inputs.vocab_size + ids, values, mask=inside)
+
+
+@triton.jit
+def append(slots, positions, tokens, history, max_length, settings, bits, counts, words, vocab_size):
+    """Write each row's token to its sequence's history and counts, unless it has none (-1)."""
+    row = tl.program_id(0)
+    token = tl.load(tokens + row)
+    if token >= 0:
+        slot = tl.load(slots + row)
+        tl.store(history + slot * max_length + tl.load(positions + row), token)
+        if (_setting(settings, slot, EDIT_KINDS) & PENALISED) != 0:
+            edit_row = _setting(settings, slot, EDIT_ROW)
+            plane = bits + edit_row * (PLANES * words) + (token >> 5)
+            bit = (tl.full([], 1, tl.int64) << (token & 31)).to(tl.int32)
+            tl.atomic_add(counts + edit_row * vocab_size + token, 1, sem="relaxed")
+            tl.atomic_or(plane + SEEN * words, bit, sem="relaxed")
+            tl.atomic_or(plane + TOUCHED * words, bit, sem="relaxed")
