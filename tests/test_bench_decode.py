@@ -1,7 +1,8 @@
 """``freewheel bench decode``: what it measures, beside which floor."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from freewheel.bench.decode import Loaded, floor_seconds, plot
+from freewheel.bench import decode
+from freewheel.bench.decode import ROWS, DecodeResult, Loaded, floor_seconds, plot
 from freewheel.bench.shapes import SHAPES, STD, DummyWeights, dummy_model, shape_config, weight_shapes
-from freewheel.bench.steps import Activity, activities_of, host_seconds, profile_steps, summarise, union
+from freewheel.bench.steps import Activity, StepProfile, activities_of, host_seconds, profile_steps, summarise, union
 from freewheel.bench.systems import SETTLED, FreewheelEngine, Reads, Setup, TransformersStatic, random_transformers
 from freewheel.cli import main
 from freewheel.models.spec import ModelSpec
@@ -318,6 +320,49 @@ def test_the_plot_shows_every_system_and_its_ceiling(tmp_path: Path) -> None:
     ]
     plot([*results, {"system": "llamacpp", "dtype": "file", "error": "no"}], "title", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_on_a_cuda_device_the_floor_comes_first(
+    tiny_shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(system: str, setup: Setup, *_: Any) -> Iterator[Loaded | DecodeResult | StepProfile]:
+        assert (setup.device, setup.output, setup.engine["max_num_batched_tokens"]) == ("cuda", 256, ROWS)
+        assert setup.dtype == "bfloat16"
+        freewheel = system == "freewheel"
+        yield Loaded(2.0, 0.25 if freewheel else None, 1_000_000, 1000.0)
+        for batch in (1, 8):
+            result = DecodeResult(system, setup.dtype, batch, 100.0 * batch, 10.0, 5000.0, 2.0, 800.0)
+            yield replace(result, device_mb=900.0, warmup_s=3.0, host_us=55.0 if freewheel else None)
+        if freewheel:
+            yield summarise([Activity("draw", 0, 3), Activity("draw", 5, 7)], 1, 2)
+        raise RuntimeError("that was all")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(decode, "device_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(decode, "_device_name", lambda device: f"the {device} device")
+    monkeypatch.setattr(decode, "measure_apart", measured)
+    report = tmp_path / "report.json"
+    options = ["--device", "cuda", "--batch", "1,8", "--systems", "freewheel,transformers", "--json", str(report)]
+    assert main(["bench", "decode", "--shape", tiny_shape, *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("freewheel:bfloat16  loaded in 2.00 s, engine built in 0.25 s")
+    assert lines[at - 4 : at] == [
+        "device     the cuda device",
+        "bandwidth  1.0 GB/s copied, read and written bytes, measured now",
+        f"model      random weights of {tiny_shape}, prompt 128, output 256, greedy, median of 3",
+        "",
+    ]
+    assert lines[at + 2 : at + 4] == [
+        "           batch 1: 1.001 ms a step, at most 999.0 tok/s",
+        "           batch 8: 1.008 ms a step, at most 7936.5 tok/s",
+    ]
+    assert lines[at + 5].split() == ["1", "100.0", "10.000", "1.001", "10.0%", "55", "5000", "3.00", "900"]
+    assert lines[at + 8].split() == ["1", "1.0", "0.0", "71.4%", "0.0", "0.000"]
+    assert lines[at + 9] == f"{'freewheel:bfloat16':24}  failed: that was all"
+    assert "transformers:bfloat16  loaded in 2.00 s" in lines
+    first, *_ = json.loads(report.read_text())["results"]
+    assert first["share"] == pytest.approx(0.1001)
+    assert first["steps"]["kernels"] == 1.0
 
 
 @pytest.mark.gpu
