@@ -4,6 +4,7 @@
 #   sampler    freewheel bench sampler on random logits, with a plot
 #   real       the same on the recorded logits in .logits/ (freewheel bench sampler --record), beside torch alone
 #   softmax    softmax in one pass and in two
+#   decode     freewheel bench decode on random weights, beside transformers, with a plot and a trace
 #   bytes      what the sampler reads and writes, counted by the GPU; needs NVIDIA's ncu
 # Logs, JSON and plots go to $OUT (default: gpu-results); a short table comes last. Wheels in .whl/ fill what python3
 # lacks.
@@ -43,6 +44,11 @@ for part in "${@:-tests}"; do
         ;;
     softmax)
         bench softmax --softmax
+        ;;
+    decode)
+        python3 -m freewheel bench decode --device cuda --shape qwen3-0.6b --systems freewheel,transformers \
+            --json "$OUT/decode.json" --plot "$OUT/decode.png" --trace "$OUT/decode-trace.json.gz" \
+            >"$OUT/decode.log" 2>&1 || failed=1
         ;;
     bytes)
         bench bytes --bytes --vocab 151936

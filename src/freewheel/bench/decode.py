@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -377,18 +378,20 @@ def _device_name(device: str) -> str:
 
 
 def plot(results: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Tokens/s over the batch size, a line for each system, and the ceiling of each that has one."""
+    """Tokens/s over the batch size, a line for each system, and the ceiling of each dtype that has one."""
     figure: Any = import_module("matplotlib.figure").Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
     done = [result for result in results if "error" not in result]
-    labels = list(dict.fromkeys(f"{result['system']}:{result['dtype']}" for result in done))
-    for number, label in enumerate(labels):
-        own = [result for result in done if f"{result['system']}:{result['dtype']}" == label]
+    ceilings: dict[str, dict[int, float]] = {}
+    for label in dict.fromkeys((result["system"], result["dtype"]) for result in done):
+        own = [result for result in done if (result["system"], result["dtype"]) == label]
         points = [(result["batch"], result["tokens_per_s"]) for result in own]
-        axes.plot(*zip(*points), marker="o", markersize=4, color=f"C{number}", label=label)
-        limits = [(one["batch"], one["batch"] / one["floor_ms"] * 1e3) for one in own if one["floor_ms"]]
+        axes.plot(*zip(*points), marker="o", markersize=4, label=":".join(label))
+        limits = {result["batch"]: result["batch"] / result["floor_ms"] * 1e3 for result in own if result["floor_ms"]}
         if limits:
-            axes.plot(*zip(*limits), color=f"C{number}", ls="--", lw=1, label=f"{label}, ceiling")
+            ceilings.setdefault(label[1], limits)
+    for (dtype, limits), style in zip(ceilings.items(), cycle(("--", ":", "-."))):
+        axes.plot(list(limits), list(limits.values()), color="grey", ls=style, label=f"ceiling, {dtype}")
     batches = sorted({result["batch"] for result in done})
     axes.set(title=title, xlabel="batch", ylabel="tokens a second", xscale="log", yscale="log")
     axes.set_xticks(batches, [str(batch) for batch in batches])

@@ -204,6 +204,7 @@ class Transformers:
     """transformers' eager ``generate``, on the weights it dequantises from the same file or on random ones."""
 
     cache: str | None = None
+    inference_mode = True
 
     def __init__(self, setup: Setup) -> None:
         import torch
@@ -227,7 +228,7 @@ class Transformers:
 
     def generate(self, prompts: Sequence[TokenIds], tokens: int) -> list[int]:
         ids = self.torch.tensor(prompts, device=self.device)
-        with self.torch.inference_mode():
+        with self.torch.inference_mode(self.inference_mode):
             out = self.model.generate(
                 ids,
                 attention_mask=self.torch.ones_like(ids),
@@ -245,6 +246,7 @@ class TransformersStatic(Transformers):
     """transformers' ``generate`` with a static cache, for which it compiles the decode step on CUDA devices."""
 
     cache = "static"
+    inference_mode = False  # torch.compile and tensors of that mode do not go well together; generate has no_grad
     batch = 0
 
     def generate(self, prompts: Sequence[TokenIds], tokens: int) -> list[int]:
