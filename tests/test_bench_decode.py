@@ -231,7 +231,9 @@ def test_too_few_tokens_are_not_profiled(setup: Setup) -> None:
 def test_transformers_has_the_same_shape(setup: Setup, sampling: dict[str, Any]) -> None:
     setup.sampling.update(sampling)
     system = TransformersStatic(setup)
-    assert system.generate(prompts(setup), 7) == [7, 7, 7]
+    for tokens in (7, 1, 40):  # in one cache
+        assert system.generate(prompts(setup), tokens) == [tokens] * 3
+    assert system.generate(prompts(setup)[:1], 7) == [7]
     assert system.reads == FreewheelEngine(setup).reads
 
 

@@ -203,7 +203,6 @@ def wait_for(device: str) -> None:
 class Transformers:
     """transformers' eager ``generate``, on the weights it dequantises from the same file or on random ones."""
 
-    cache: str | None = None
     inference_mode = True
 
     def __init__(self, setup: Setup) -> None:
@@ -211,6 +210,7 @@ class Transformers:
 
         self.torch = torch
         self.device = setup.device
+        self.context = setup.context
         self.sampling = setup.sampling
         self.reads = None
         if not setup.shape:
@@ -237,23 +237,34 @@ class Transformers:
                 pad_token_id=0,
                 **(self.sampling if self.sampling["temperature"] else {}),
                 do_sample=self.sampling["temperature"] > 0,
-                cache_implementation=self.cache,
+                **self.options(len(prompts)),
             ).cpu()
         return [out.shape[1] - ids.shape[1]] * len(prompts)
 
+    def options(self, batch: int) -> dict[str, Any]:
+        """What ``generate`` takes beside prompts, lengths and parameters."""
+        del batch
+        return {}
+
 
 class TransformersStatic(Transformers):
-    """transformers' ``generate`` with a static cache, for which it compiles the decode step on CUDA devices."""
+    """transformers' ``generate`` with a static cache, for which it compiles the decode step on CUDA devices.
 
-    cache = "static"
+    The cache is the same in every call, as one at another address would have the graphs captured again.
+    """
+
     inference_mode = False  # torch.compile and tensors of that mode do not go well together; generate has no_grad
     batch = 0
+    cache: Any = None
 
-    def generate(self, prompts: Sequence[TokenIds], tokens: int) -> list[int]:
-        if len(prompts) != self.batch:  # compile for this size: the second one would be compiled for all
-            self.torch.compiler.reset()
-            self.batch = len(prompts)
-        return super().generate(prompts, tokens)
+    def options(self, batch: int) -> dict[str, Any]:
+        if batch == self.batch:
+            self.cache.reset()
+        else:
+            self.torch.compiler.reset()  # or the second size would be compiled for all
+            config, self.batch = self.model.config, batch
+            self.cache = import_module("transformers").StaticCache(config=config, max_cache_len=self.context)
+        return {"past_key_values": self.cache}
 
 
 class LlamaCpp:
