@@ -1,11 +1,10 @@
 """Times the products of a decode step on a CUDA device, for several ways to divide them; see ops/products.py.
 
-    PYTHONPATH=src python scripts/tune_products.py [--shapes qkv,down] [--rows 1,2,4,8,16] [--all]
+    PYTHONPATH=src python scripts/tune_products.py [--shapes qkv,down] [--rows 1,2,4] [--all]
 
 Prints for each shape and number of rows the µs that a product takes in a captured graph, launches chained, beside
 cuBLAS alone (without norm, gate and addition) and the time in which its weight is read at 4.2 TB/s; then the best
-tiles, and the best on tensor cores. Weights take turns, so that none is still in the L2 cache. Kernels are compiled by
-several processes first.
+tiles. Weights take turns, so that none is still in the L2 cache. Kernels are compiled by several processes first.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import torch
 
 from freewheel.ops import products
 from freewheel.ops.attention_gpu import Partials
-from freewheel.ops.products import FEW_ROWS, Tile
+from freewheel.ops.products import Tile
 
 BYTES_PER_US = 4.2e6
 TURNS_BYTES = 300 << 20  # of weights, five times an H200's L2 cache
@@ -34,25 +33,20 @@ SHAPES = {
 }
 
 
-def tiles(name: str, rows: int, everything: bool) -> list[Tile]:
-    """What to try: CUDA cores for up to 8 rows, tensor cores for any number."""
+def tiles(name: str, everything: bool) -> list[Tile]:
+    """What to try."""
     inputs = SHAPES[name][1]
-    few: list[Tile] = []
+    tried: list[Tile] = []
     for outputs, (columns, warps) in combinations(
-        (1, 2, 4, 8, 16) if everything else (1, 2, 4, 8),
-        combinations((256, 512, 1024, 2048), (2, 4, 8)) if everything else ((256, 4), (512, 4), (1024, 4), (1024, 8)),
+        (1, 2, 4, 8, 16) if everything else (2, 4, 8, 16),
+        combinations((256, 512, 1024, 2048), (1, 2, 4, 8))
+        if everything
+        else ((256, 1), (512, 4), (1024, 4), (1024, 8)),
     ):
         chunks = -(-inputs // columns)
-        aheads = range(1, min(chunks, 4) + 1) if everything else [min(chunks, 3)]
-        few += [Tile(outputs, columns, ahead, warps) for ahead in aheads]
-    many = [
-        Tile(outputs, columns, ahead, warps, stages, dot=True)
-        for outputs, columns, ahead, warps, stages in combinations(
-            (8, 16, 32), (64, 128, 256), (1, 2, 4), (2, 4, 8), (2, 3, 5)
-        )
-        if everything or (columns > 64 and (ahead, stages) == (2, 3) and warps * 8 <= max(outputs, 16) * 2)
-    ]
-    return (few if rows <= 8 else []) + (many if name != "attended" else [])
+        aheads = range(1, chunks + 1) if everything else {1, chunks}
+        tried += [Tile(outputs, columns, ahead, warps) for ahead in aheads]
+    return tried
 
 
 def case(name: str, rows: int, turns: int) -> tuple[Callable[[Tile | None], Callable[[int], object]], Callable]:
@@ -120,28 +114,27 @@ def measure(name: str, rows: int, tried: list[Tile]) -> None:
         f"{name:8s} rows {rows:2d}  floor {nbytes / BYTES_PER_US:7.2f}  cuBLAS {microseconds(cublas, turns):7.2f}"
         f"  default {microseconds(ours(None), turns):7.2f}"
     )
-    for taken, tile in results[:3] + [best for best in results[3:] if best[1].dot][:1]:
+    for taken, tile in results[:3]:
         print(f"    {taken:7.2f}  {tuple(tile)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated")
-    parser.add_argument("--rows", default="1,2,4,8,16", help="comma-separated")
+    parser.add_argument("--rows", default="1,2,4", help="comma-separated")
     parser.add_argument("--all", action="store_true", help="many more tiles")
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     options = parser.parse_args()
     chosen = [(name, int(rows)) for name in options.shapes.split(",") for rows in options.rows.split(",")]
-    chosen = [(name, rows) for name, rows in chosen if name != "attended" or rows <= FEW_ROWS]
-    tried = [(name, rows, tile) for name, rows in chosen for tile in tiles(name, rows, options.all)]
+    tried = [(name, rows, tile) for name, rows in chosen for tile in tiles(name, options.all)]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         failures = dict(zip(tried, pool.starmap(compiled, tried, chunksize=4)))
     for attempt, failure in failures.items():
         if failure:
             print(*attempt[:2], tuple(attempt[2]), failure)
-    print(torch.cuda.get_device_name(), "µs; tiles are (outputs, columns, ahead, warps, stages, dot)", flush=True)
+    print(torch.cuda.get_device_name(), "µs; tiles are (outputs, columns, ahead, warps)", flush=True)
     for name, rows in chosen:
-        measure(name, rows, [tile for tile in tiles(name, rows, options.all) if not failures[name, rows, tile]])
+        measure(name, rows, [tile for tile in tiles(name, options.all) if not failures[name, rows, tile]])
 
 
 if __name__ == "__main__":

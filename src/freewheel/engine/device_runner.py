@@ -1,11 +1,14 @@
 """Runs the rows of a step on a CUDA device: kernels, captured graphs, nothing that waits.
 
-A row that is the only one of its sequence goes through a graph, captured once for each number of rows in ``BUCKETS``;
-what it depends on, slots, positions, tokens, pages and parameters, is data on the device. Rows of prefill chunks are
-launched one kernel at a time. Either way a row's logits do not depend on which rows go the other way.
+A row that is the only one of its sequence goes through two graphs, captured for each number of rows in ``BUCKETS``: the
+first leads from tokens to logits; the second draws, appends and moves the rows on, and there is one for whatever the
+sequences in slots demand. All that they depend on, slots, positions, tokens, pages and parameters, is data on the
+device: for a batch that stays as it is nothing is uploaded. Rows of prefill chunks are launched one kernel at a time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -17,17 +20,46 @@ from freewheel.engine.scheduler import pages_for
 from freewheel.models.decoder import Decoder
 from freewheel.models.fused_decoder import FusedDecoder, Rows
 from freewheel.ops.attention_gpu import plan_tiles
-from freewheel.sampling import Sampler
+from freewheel.sampling import Sampler, SampleRows, Samples
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-class _Step(NamedTuple):
-    """A decode step for some number of rows: its inputs int64 [3 (slots, positions, following), rows], its logits."""
+class _Draw(NamedTuple):
+    """Draws a step's tokens, appends them, and moves its rows on by one; where the tokens are then."""
+
+    graph: torch.cuda.CUDAGraph
+    samples: Samples
+
+
+@dataclass
+class _Step:
+    """A decode step of some number of rows.
+
+    Attributes:
+        inputs: int64 [5, rows]: slots, -1 of idle rows; positions; the positions that follow; slots for sampling; how
+            far the row moves on, 1 or 0 of idle rows.
+        logits: [rows, vocab_size], where the graph leaves them.
+        graph: from inputs to logits.
+        draws: what follows, for each demand on the sampler that was met.
+        expected: slots and positions that are in ``inputs``.
+    """
 
     inputs: Tensor
     logits: Tensor
-    graph: "torch.cuda.CUDAGraph | None"
+    graph: "torch.cuda.CUDAGraph | None" = None
+    draws: dict[Hashable, _Draw] = field(default_factory=dict)
+    expected: tuple[list[int], list[int]] = ([], [])
+
+    @property
+    def rows(self) -> Rows:
+        """For the decoder."""
+        return Rows(self.inputs[0], self.inputs[1])
+
+    @property
+    def sample_rows(self) -> SampleRows:
+        """For the sampler."""
+        return SampleRows(self.inputs[3], self.inputs[2])
 
 
 class DeviceRunner(Runner):
@@ -46,6 +78,7 @@ class DeviceRunner(Runner):
         self._page_table = torch.zeros(slots, max_pages, dtype=torch.int32, device=pool.device)
         self._uploaded: list[list[int]] = [[] for _ in range(slots)]
         self._fused = FusedDecoder(decoder, state.history, self._page_table, pool.layers)
+        self._spare_slot = slots
         self._graphs = pool.device.type == "cuda" if graphs is None else graphs
         self._steps: dict[int, _Step] = {}
 
@@ -62,36 +95,70 @@ class DeviceRunner(Runner):
         return parts[0][1] if len(parts) == 1 else Parts(spans, parts)
 
     def _decode(self, spans: Sequence[Span]) -> Launched:
-        count = len(spans)
-        step = self._step(next(bucket for bucket in BUCKETS if bucket >= count))
-        idle = [0] * (step.inputs.shape[1] - count)
+        step = self._step(next(bucket for bucket in BUCKETS if bucket >= len(spans)))
+        slots, positions = [span.slot for span in spans], [span.start for span in spans]
+        if step.expected != (slots, positions):
+            self._place(step, slots, positions)
+        step.expected = slots, [position + 1 for position in positions]
+        if step.graph is None:
+            step.logits = self._fused(step.rows)
+            samples = self._sample(step)
+        else:
+            step.graph.replay()
+            draw = self._captured_draw(step)
+            draw.graph.replay()
+            samples = draw.samples
+        return Launched(samples, [], self._device, len(spans))
+
+    def _place(self, step: _Step, slots: list[int], positions: list[int]) -> None:
+        """Put these rows into a step's inputs."""
+        idle = [0] * (step.inputs.shape[1] - len(slots))
         columns = [
-            [*(span.slot for span in spans), *(-1 for _ in idle)],
-            [*(span.start for span in spans), *idle],
-            [*(span.start + 1 for span in spans), *idle],
+            [*slots, *(-1 for _ in idle)],
+            [*positions, *idle],
+            [*(position + 1 for position in positions), *idle],
+            [*slots, *(self._spare_slot for _ in idle)],
+            [*(1 for _ in slots), *idle],
         ]
         step.inputs.copy_(self._pinned(torch.tensor(columns)), non_blocking=True)
-        logits = step.logits
-        if step.graph is not None:
-            step.graph.replay()
-        else:
-            logits = self._fused(Rows(step.inputs[0], step.inputs[1]))
-        return self._draw(spans, logits[:count], step.inputs[0, :count], step.inputs[2, :count])
+
+    def _sample(self, step: _Step) -> Samples:
+        rows = step.sample_rows
+        samples = self._sampler.sample(step.logits, rows)
+        self._sampler.state.append(rows.slots, rows.positions, samples.tokens)
+        step.inputs[1:3] += step.inputs[4]
+        return samples
 
     def _step(self, rows: int) -> _Step:
         """The decode step of so many rows; captured when it is first asked for."""
         if rows not in self._steps:
-            inputs = torch.zeros(3, rows, dtype=torch.int64, device=self._device)
-            inputs[0] = -1  # all idle: what a rehearsal computes goes nowhere
-            places, graph, logits = Rows(inputs[0], inputs[1]), None, inputs
+            inputs = torch.zeros(5, rows, dtype=torch.int64, device=self._device)
+            step = self._steps[rows] = _Step(inputs, inputs)
+            self._place(step, [], [])  # all idle: what a rehearsal computes goes nowhere
             if self._graphs:
-                self._fused(places)  # compiles kernels and picks products, which capturing must not see
-                torch.cuda.synchronize(self._device)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    logits = self._fused(places)
-            self._steps[rows] = _Step(inputs, logits, graph)
+                self._fused(step.rows)  # compiles kernels and picks products, which capturing must not see
+                step.graph = torch.cuda.CUDAGraph()
+                with self._capture(step.graph):
+                    step.logits = self._fused(step.rows)
         return self._steps[rows]
+
+    def _captured_draw(self, step: _Step) -> _Draw:
+        """What follows a step's logits; captured when the sequences in slots first ask for it."""
+        demand = self._sampler.demand
+        if demand not in step.draws:
+            # As above. No token is appended yet.
+            tokens, rows = self._sampler.sample(step.logits, step.sample_rows).tokens, step.sample_rows
+            self._sampler.state.append(rows.slots, rows.positions, torch.full_like(tokens, -1))
+            graph = torch.cuda.CUDAGraph()
+            with self._capture(graph):
+                samples = self._sample(step)
+            step.draws[demand] = _Draw(graph, samples)
+        return step.draws[demand]
+
+    def _capture(self, graph: "torch.cuda.CUDAGraph") -> AbstractContextManager[None]:
+        torch.cuda.synchronize(self._device)
+        # Other threads may use the device meanwhile.
+        return torch.cuda.graph(graph, capture_error_mode="thread_local")
 
     def _chunks(self, spans: Sequence[Span]) -> Launched:
         slots = [span.slot for span in spans for _ in range(span.rows)]

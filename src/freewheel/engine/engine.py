@@ -70,7 +70,7 @@ class Engine:
         self._pool = pool
         self._cache = PrefixCache(pool.num_pages, pool.page_size)
         self._state = SamplingState(
-            config.max_num_seqs,
+            config.max_num_seqs + 1,  # the last is that of idle rows
             vocab_size,
             max_model_len,
             valid_vocab_size=valid_vocab_size,

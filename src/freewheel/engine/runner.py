@@ -73,7 +73,15 @@ class Launched:
     Copies to the host set out at once: whoever waits for them waits for this step, and not for what came after it.
     """
 
-    def __init__(self, samples: Samples | None, scores: list[tuple[Tensor, Logprobs]], device: torch.device) -> None:
+    def __init__(
+        self,
+        samples: Samples | None,
+        scores: list[tuple[Tensor, Logprobs]],
+        device: torch.device,
+        count: int | None = None,
+    ) -> None:
+        """Of the sampled rows, the first ``count`` are wanted; None: all."""
+        self._count = count
         self.samples: Samples | None = _on_its_way(samples)
         self.scores: list[tuple[Tensor, Logprobs]] = _on_its_way(scores)
         self._arrived = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
@@ -94,7 +102,8 @@ class Launched:
                 for row, logprob in zip(rows.tolist(), described):
                     if logprob.ranks[0]:  # 0: the row did not ask
                         logprobs[row] = logprob
-        return StepResult(tokens, statuses, logprobs, [describe(*scored) for scored in self.scores])
+        scores = [describe(*scored) for scored in self.scores]
+        return StepResult(tokens[: self._count], statuses[: self._count], logprobs[: self._count], scores)
 
 
 def _on_its_way(value: Any) -> Any:

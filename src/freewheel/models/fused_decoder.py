@@ -128,7 +128,7 @@ class FusedDecoder:
         qkv = stream.new_empty(count, self._layers[0].attention.columns)
         activated = stream.new_empty(count, spec.intermediate_size)
         attended = stream.new_empty(count, spec.num_heads * spec.head_dim)
-        merges = partials is not None and count <= products.FEW_ROWS and spec.head_dim & (spec.head_dim - 1) == 0
+        merges = partials is not None and spec.head_dim & (spec.head_dim - 1) == 0
         for layer, cache in zip(self._layers, self._kv, strict=True):
             products.product(
                 qkv, stream, layer.qkv.weight, norm=layer.attention_norm, eps=spec.norm_eps, bias=layer.qkv.bias,

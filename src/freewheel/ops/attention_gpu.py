@@ -110,7 +110,7 @@ def attend_decode(
     chained: bool = False,
     tile: int | None = None,
     warps: int = 4,
-    dot: bool | None = None,
+    dot: bool = True,
 ) -> None:
     """Rotates, stores and attends, for rows of which each is the only one of its sequence in the step.
 
@@ -127,19 +127,17 @@ def attend_decode(
             ``queries`` and new keys and values of the other functions; all else was written at least two launches ago.
         tile: places of the context that are read at a time, a power of two from 16. None: what registers hold.
         warps: of a program.
-        dot: whether tensor cores compute the products, which rounds queries and weights to the cache's dtype. None: if
-            at least four heads share a key.
+        dot: whether tensor cores compute the products, which rounds queries and weights to the cache's dtype.
     """
     _check(layer, qkv, cache)
     partials = None if isinstance(out, Tensor) else out
     splits = 1 if partials is None else partials.peaks.shape[2]
-    use_dot = layer.group >= 4 if dot is None else dot
     kernels.attend_decode[(splits, layer.kv_heads, len(qkv))](
         out if partials is None else None, partials, qkv, layer.norm_weight, layer.frequencies, cache, page_table,
         slots, positions, layer.attention_factor, layer.eps, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
-        GROUP=max(power(layer.group), 16 if use_dot else 1), SPLITS=splits, TILE=tile or _tile(cache),
-        DOT=use_dot, CHAINED=chained, num_warps=warps, **_options(chained),
+        GROUP=max(power(layer.group), 16 if dot else 1), SPLITS=splits, TILE=tile or _tile(cache, splits),
+        DOT=dot, CHAINED=chained, num_warps=warps, **_options(chained),
     )  # fmt: skip
 
 
@@ -226,7 +224,7 @@ def attend_chunks(
         out if partials is None else None, partials, queries, cache, page_table, tiles, positions,
         positions if places is None else places, ancestors, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
-        M=max(power(tile_rows * layer.group), 16), SPLITS=splits, TILE=tile or _tile(cache),
+        M=max(power(tile_rows * layer.group), 16), SPLITS=splits, TILE=tile or _tile(cache, splits),
         CHAINED=chained, num_warps=warps, **_options(chained),
     )  # fmt: skip
 
@@ -248,9 +246,9 @@ def _sizes(layer: LayerAttention, cache: Tensor) -> dict[str, int]:
     }
 
 
-def _tile(cache: Tensor) -> int:
-    """Places whose keys and values registers hold twice, with what belongs to them."""
-    return max(min(16384 // (power(cache.shape[4]) * cache.element_size()), 64), 16)
+def _tile(cache: Tensor, splits: int) -> int:
+    """Places whose keys and values registers hold twice, with what belongs to them; fewer where latency counts."""
+    return max(min(16384 // (power(cache.shape[4]) * cache.element_size()), 64 if splits == 1 else 32), 16)
 
 
 def _options(chained: bool) -> dict[str, bool]:

@@ -26,7 +26,7 @@ Flash-Decoding; pages as in PagedAttention, arXiv 2309.06180)::
     sums        float32 [rows, heads, splits]             of 2 ** (score - peak)
     attended    float32 [rows, heads, splits, head_dim]   of 2 ** (score - peak) * value; unwritten where peak is -inf
 
-:func:`split_weights` says what to multiply ``attended`` by. Idle rows, whose slot is negative, leave peaks of -inf.
+:func:`merged` says what to multiply ``attended`` by. Idle rows, whose slot is negative, leave peaks of -inf.
 
 Scores, sums and weighted values are float32; products take the cache's dtype where tensor cores compute them (DOT).
 
@@ -345,12 +345,15 @@ def attend_chunks(
 
 
 @triton.jit
-def split_weights(peaks, sums):
-    """What to multiply the splits of heads by, [n, splits]: their sum is then the attended value, 0 for idle rows."""
+def merged(peaks, sums):
+    """Of the splits of heads, both [n, splits]: their peak and the sum relative to it, both [n]; 0 and 1 of idle rows.
+
+    A split's share of the attended value is then ``2 ** (its peak - peak) / sum``.
+    """
     peak = tl.max(peaks, 1)
-    weights = tl.exp2(peaks - tl.where(peak == -float("inf"), 0.0, peak)[:, None])
-    total = tl.sum(weights * sums, 1)
-    return weights / tl.where(total == 0, 1.0, total)[:, None]
+    peak = tl.where(peak == -float("inf"), 0.0, peak)
+    total = tl.sum(tl.exp2(peaks - peak[:, None]) * sums, 1)
+    return peak, tl.where(total == 0, 1.0, total)
 
 
 @triton.jit
@@ -363,7 +366,8 @@ def combine(out, partials, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl
         gdc_launch_dependents()
     index = head * SPLITS + split
     peaks, sums = tl.load(partials.peaks + index), tl.load(partials.sums + index)
-    weights = split_weights(peaks[None, :], sums[None, :])
+    peak, total = merged(peaks[None, :], sums[None, :])
+    weights = tl.exp2(peaks[None, :] - peak[:, None]) / total[:, None]
     inside = (peaks > -float("inf"))[:, None] & (d < HEAD_DIM)[None, :]
     parts = tl.load(partials.attended + index[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
     attended = tl.sum(parts * tl.reshape(weights, [SPLITS])[:, None], 0)

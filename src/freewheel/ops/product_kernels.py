@@ -18,9 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from freewheel.ops.attention_kernels import split_weights
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from freewheel.ops.attention_kernels import merged
 
 
 @triton.jit
@@ -89,13 +87,18 @@ def _combined(
 ):  # fmt: skip
     """Entries ``start + [0, COLUMNS)`` of a row's attention, its splits added up, float32 [COLUMNS]; 0 outside."""
     head = start // HEAD_DIM + tl.arange(0, COLUMNS // HEAD_DIM)
-    at = (row * (INPUTS // HEAD_DIM) + head)[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
-    inside = (head < INPUTS // HEAD_DIM)[:, None]
-    peak = tl.load(peaks + at, mask=inside, other=-float("inf"))
-    shares = split_weights(peak, tl.load(sums + at, mask=inside, other=0.0))
-    places = at.to(tl.int64)[:, :, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, None, :]
-    parts = tl.load(attended + places, mask=(peak > -float("inf"))[:, :, None], other=0.0)
-    return tl.reshape(tl.sum(parts * shares[:, :, None], 1), [COLUMNS])
+    inside = head < INPUTS // HEAD_DIM
+    first = (row * (INPUTS // HEAD_DIM) + head) * SPLITS
+    at = first[:, None] + tl.arange(0, SPLITS)[None, :]
+    split_peaks = tl.load(peaks + at, mask=inside[:, None], other=-float("inf"))
+    peak, total = merged(split_peaks, tl.load(sums + at, mask=inside[:, None], other=0.0))
+    combined = tl.zeros([COLUMNS // HEAD_DIM, HEAD_DIM], tl.float32)
+    for split in tl.static_range(SPLITS):
+        own = tl.load(peaks + first + split, mask=inside, other=-float("inf"))
+        places = (first + split).to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        part = tl.load(attended + places, mask=(own > -float("inf"))[:, None], other=0.0)
+        combined += part * (tl.exp2(own - peak) / total)[:, None]
+    return tl.reshape(combined, [COLUMNS])
 
 
 @triton.jit
@@ -135,7 +138,7 @@ def _sums(parts, axis: tl.constexpr):
 
 
 @triton.jit
-def _few(
+def _products(
     y, x, peaks, sums, weight, norm, n, present, outputs, eps,
     ROWS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, HALVES: tl.constexpr,
     ADD: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, CHAINED: tl.constexpr,
@@ -207,102 +210,18 @@ def _few(
 
 
 @triton.jit
-def _dot(h, tile, sums, NORMED: tl.constexpr):
-    """sums [ROWS, OUTPUTS] + h [ROWS, COLUMNS] @ tile.T, h rounded to the tile's type.
-
-    Rows whose norm's factor is not known yet could leave float16's range: then it is a product in TF32, which has
-    float16's precision and float32's range.
-    """
-    tile = tl.trans(tile)
-    wide: tl.constexpr = NORMED and tile.dtype == tl.float16
-    precision: tl.constexpr = "tf32" if wide else "ieee"
-    if not wide:
-        h = h.to(tile.dtype)
-    if wide or tile.dtype == tl.float32 or INTERPRETED:  # the interpreter's product knows no bfloat16
-        return tl.dot(h.to(tl.float32), tile.to(tl.float32), sums, input_precision=precision)
-    else:
-        return tl.dot(h, tile, sums)
-
-
-@triton.jit
-def _dot_step(sums, squares, tiles, x, norm, rows, start, INPUTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add the products of one chunk of columns to ``sums``, and its squares to ``squares``."""
-    row = tl.arange(0, squares.shape[0])
-    k = start + tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None]
-    if INPUTS % COLUMNS != 0:
-        inside = inside & (k < INPUTS)[None, :]
-    h = tl.load(x + row[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
-    if norm is not None:
-        h = h.to(tl.float32)
-        squares += tl.sum(h * h, 1)
-        h *= _vector(norm, start, INPUTS, COLUMNS)[None, :]
-    results = ()
-    for half in tl.static_range(len(tiles)):
-        results += (_dot(h, tiles[half], sums[half], norm is not None),)
-    return results, squares
-
-
-@triton.jit
-def _many(
-    y, x, weight, norm, n, present, rows, outputs, eps,
-    ROWS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, HALVES: tl.constexpr,
-    ADD: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """The products of up to ROWS rows on tensor cores: for each half float32 [ROWS, OUTPUTS]; and with ADD what y holds
-    there, read early.
-    """
-    first: tl.constexpr = min(AHEAD * COLUMNS, INPUTS)
-    tiles = ()
-    for start in tl.static_range(0, first, COLUMNS):
-        for half in tl.static_range(HALVES):
-            tiles += (_weights(weight, n + half * outputs, present, start, INPUTS, COLUMNS),)
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
-    sums = ()
-    for _ in tl.static_range(HALVES):
-        sums += (tl.zeros([ROWS, n.shape[0]], tl.float32),)
-    squares = tl.zeros([ROWS], tl.float32)
-    added = ()
-    if ADD:
-        row = tl.arange(0, ROWS)
-        at = row[:, None] * outputs + n[None, :]
-        added = (tl.load(y + at, mask=(row < rows)[:, None] & present[None, :], other=0.0),)
-    for chunk in tl.static_range((first + COLUMNS - 1) // COLUMNS):
-        pair = ()
-        for half in tl.static_range(HALVES):
-            pair += (tiles[chunk * HALVES + half],)
-        sums, squares = _dot_step(sums, squares, pair, x, norm, rows, chunk * COLUMNS, INPUTS, COLUMNS)
-    for start in range(first, INPUTS, COLUMNS):
-        pair = ()
-        for half in tl.static_range(HALVES):
-            pair += (_weights(weight, n + half * outputs, present, start, INPUTS, COLUMNS),)
-        sums, squares = _dot_step(sums, squares, pair, x, norm, rows, start, INPUTS, COLUMNS)
-    results = ()
-    for half in tl.static_range(HALVES):
-        result = sums[half]
-        if norm is not None:
-            result *= tl.rsqrt(squares / INPUTS + eps)[:, None]
-        results += (result,)
-    return results, added
-
-
-@triton.jit
 def product(
-    y, x, weight, norm, bias, peaks, sums, rows, outputs, eps, cap,
+    y, x, weight, norm, bias, peaks, sums, outputs, eps, cap,
     ROWS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
-    ACTIVATION: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, DOT: tl.constexpr,
-    CHAINED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, outputs] = what the optional parts make of x [rows, INPUTS] and the weight.
+    """y [ROWS, outputs] = what the optional parts make of x [ROWS, INPUTS] and the weight.
 
     Each program computes OUTPUTS outputs of all rows, COLUMNS columns of the weight at a time, AHEAD of these chunks
-    read in advance. ROWS rows on CUDA cores, or with DOT up to ROWS on tensor cores. A row's bits depend on these
-    numbers, not on other rows.
+    read in advance. A row's bits depend on these numbers, not on other rows.
 
     Parts, None if absent: norm [INPUTS]; peaks and sums, and then x is what attention's SPLITS left (see
-    attention_kernels.py; CUDA cores only); bias, float32; cap; ACTIVATION "silu" or "gelu_tanh"; ADD to y.
+    attention_kernels.py); bias, float32; cap; ACTIVATION "silu" or "gelu_tanh"; ADD to y.
     """
     halves: tl.constexpr = 1 if ACTIVATION is None else 2
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -312,22 +231,13 @@ def product(
         biases = ()
         for half in tl.static_range(halves):
             biases += (tl.load(bias + half * outputs + n, mask=present, other=0.0),)
-    if DOT:
-        results, added = _many(
-            y, x, weight, norm, n, present, rows, outputs, eps, ROWS, INPUTS, COLUMNS, AHEAD, halves, ADD, CHAINED
-        )
-        row = tl.arange(0, ROWS)
-        at = row[:, None] * outputs + n[None, :]
-        inside = (row < rows)[:, None] & present[None, :]
-        _finish(y, at, inside, results[0], results[halves - 1], added[0] if ADD else None, biases, cap, ACTIVATION)
-    else:
-        results, added = _few(
-            y, x, peaks, sums, weight, norm, n, present, outputs, eps,
-            ROWS, INPUTS, COLUMNS, AHEAD, halves, ADD, SPLITS, HEAD_DIM, CHAINED,
-        )  # fmt: skip
-        for row in tl.static_range(ROWS):
-            values, ups = results[row * halves], results[row * halves + halves - 1]
-            _finish(y, row * outputs + n, present, values, ups, added[row] if ADD else None, biases, cap, ACTIVATION)
+    results, added = _products(
+        y, x, peaks, sums, weight, norm, n, present, outputs, eps,
+        ROWS, INPUTS, COLUMNS, AHEAD, halves, ADD, SPLITS, HEAD_DIM, CHAINED,
+    )  # fmt: skip
+    for row in tl.static_range(ROWS):
+        values, ups = results[row * halves], results[row * halves + halves - 1]
+        _finish(y, row * outputs + n, present, values, ups, added[row] if ADD else None, biases, cap, ACTIVATION)
 
 
 @triton.jit

@@ -16,8 +16,7 @@ from freewheel.ops.activation import Activation
 from freewheel.ops.attention_gpu import Partials
 from freewheel.ops.launch import power
 
-MOST_ROWS = 32
-FEW_ROWS = 4  # of these CUDA cores take care
+MOST_ROWS = 4  # more are quicker in tensor cores
 
 
 class Tile(NamedTuple):
@@ -27,19 +26,18 @@ class Tile(NamedTuple):
     columns: int
     ahead: int
     warps: int
-    stages: int = 3
-    dot: bool = False
 
 
-def tile_for(rows: int, outputs: int, inputs: int, gated: bool = False) -> Tile:
-    """How to divide a product with ``outputs`` results of ``inputs`` columns. Not tuned yet: from a sketch's best."""
+def tile_for(rows: int, outputs: int, inputs: int, gated: bool = False, combined: bool = False) -> Tile:
+    """How to divide a product with ``outputs`` results of ``inputs`` columns; see scripts/tune_products.py."""
     columns = max(power(inputs), 16)
-    if rows > FEW_ROWS:
-        return Tile(16 if outputs >= 4096 else 8, min(columns, 128), 2, 4, 4, dot=True)
-    columns = min(columns, 1024)
-    # About 12 KB of a 16-bit weight a program; more where rows are many to read or outputs many; two programs an SM.
-    share = 6144 // (inputs * (2 if gated else 1)) * (2 if rows > 2 else 1) * (2 if outputs > 32768 else 1)
-    return Tile(power(max(min(share, 8, outputs // 264), 1) + 1) // 2, columns, 3, 4)
+    if combined:
+        return Tile(4 if rows <= 2 else 8, min(columns, 1024), 2, 8)
+    if outputs * (2 if gated else 1) >= 4096:
+        return Tile(4 if gated and rows == 1 else 8, min(columns, 512), 1 if rows == 1 else 2, 4)
+    # So few outputs make one or two programs an SM: they read ahead all they need.
+    columns = min(columns, 512 if rows == 1 else 1024)
+    return Tile(4 if rows <= 2 else 8, columns, -(-inputs // columns), 4 if rows == 1 else 8)
 
 
 def product(
@@ -58,8 +56,7 @@ def product(
 ) -> None:
     """``y = x @ weight.T``, or ``y += ...`` with ``add``, for 1 to MOST_ROWS rows.
 
-    Sums are float32. Up to FEW_ROWS rows, so are the factors; more are rounded to the weight's type first. A row's bits
-    depend on how many rows there are, not on what the others hold.
+    Sums and factors are float32. A row's bits depend on how many rows there are, not on what the others hold.
 
     Args:
         y: [rows, n] of any floating type; with ``add`` the residual stream, float32.
@@ -87,15 +84,13 @@ def combine_product(
     chained: bool = False,
     tile: Tile | None = None,
 ) -> None:
-    """``product`` of 1 to FEW_ROWS rows of attention whose splits are added up on the way.
+    """``product`` of rows of attention whose splits are added up on the way.
 
     ``attention_gpu.combine`` does that for more rows, and for a head_dim that is not a power of two.
 
     Raises:
-        ValueError: as ``product``; too many rows, or splits or head_dim is not a power of two.
+        ValueError: as ``product``; or splits or head_dim is not a power of two.
     """
-    if len(y) > FEW_ROWS:
-        raise ValueError(f"combine_product takes up to {FEW_ROWS} rows, not {len(y)}")
     _launch_product(y, partials.attended, weight, partials, None, 0.0, bias, None, None, add, chained, tile)
 
 
@@ -212,15 +207,14 @@ def _launch_product(
         _check(norm, inputs)
     if bias is not None:
         _check(bias, width)
-    tile = tile or tile_for(rows, outputs, inputs, activation is not None)
+    tile = tile or tile_for(rows, outputs, inputs, activation is not None, partials is not None)
     columns = tile.columns
     if splits is not None and head_dim is not None:  # splits are held side by side
-        columns = max(min(columns, 4096 // splits), head_dim)
+        columns = max(min(columns, 16384 // splits), head_dim)
     _launch(
         kernels.product, (-(-outputs // tile.outputs),), tile.warps, chained,
-        y, x, weight, norm, bias, peaks, sums, rows, outputs, eps, cap,
-        max(power(rows), 16) if tile.dot else rows, inputs, tile.outputs, columns, tile.ahead, activation, add, splits,
-        head_dim, tile.dot, stages=tile.stages,
+        y, x, weight, norm, bias, peaks, sums, outputs, eps, cap,
+        rows, inputs, tile.outputs, columns, tile.ahead, activation, add, splits, head_dim,
     )  # fmt: skip
 
 
@@ -245,10 +239,10 @@ def _launch_norm(
     _launch(kernels.add_norm, (rows,), warps, chained, stream, out, delta, delta_norm, weight, size, eps, columns)
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], warps: int, chained: bool, *args: Any, stages: int = 3) -> None:
+def _launch(kernel: Any, grid: tuple[int, ...], warps: int, chained: bool, *args: Any) -> None:
     """The kernel, whose last argument is CHAINED."""
     if args[0].device.type == "cuda":
-        kernel[grid](*args, chained, num_warps=warps, num_stages=stages, launch_pdl=chained)
+        kernel[grid](*args, chained, num_warps=warps, launch_pdl=chained)
     else:  # interpreted
         kernel[grid](*args, False)
 

@@ -79,6 +79,21 @@ class Described(NamedTuple):
     top_ranks: Any
 
 
+class Demand(NamedTuple):
+    """What the sequences in slots may ask together; kernels and grids of a call follow from it and its rows.
+
+    ``demanding``, how many ask for more than a plain draw, is rounded up to a power of two, ``alternatives`` is -1
+    where none asks for log probabilities, and ``moves`` counts how often tables that grow have moved.
+    """
+
+    demanding: int
+    edits: bool
+    truncated: bool
+    nucleus: bool
+    alternatives: int
+    moves: int
+
+
 def workspace(rows: int, blocks: int, device: torch.device) -> Workspace:
     """Room for ``rows``, whose vocabulary has so many blocks. Tickets are 0 between calls."""
 
@@ -121,8 +136,7 @@ class FusedSampler:
     """Tokens of a batch in one to five launches, without a look at the device.
 
     Which kernels are launched follows from what the slots in use may ask, known on the host; what a row gets, on the
-    device. A captured graph serves as long as these needs stay, the largest number of alternatives to report included,
-    and the storage of ``state.tables`` does not move.
+    device. A captured graph serves as long as this ``demand`` stays.
     """
 
     def __init__(self, state: SamplingState, draw: str = "two_level") -> None:
@@ -145,19 +159,27 @@ class FusedSampler:
         self._none = torch.zeros(1, dtype=torch.int64, device=state.device)
         self._nothing = Described(*[self._none] * 5)
 
+    @property
+    def demand(self) -> Demand:
+        """What the sequences in slots ask now."""
+        demanding, edits, truncated, nucleus, logprobs = map(
+            self.state.asked, (DEMANDING, EDITED, TRUNCATED, NUCLEUS, LOGPROBS)
+        )
+        alternatives = max(asked.alternatives for asked in self.state.settings) if logprobs else -1
+        demanding = power(demanding) if demanding else 0
+        return Demand(demanding, edits > 0, truncated > 0, nucleus > 0, alternatives, self.tables.moves)
+
     def sample(
         self, logits: Tensor, slots: Tensor, positions: Tensor, masks: Tensor | None, mask_rows: Tensor | None
     ) -> tuple[Tensor, Tensor, Described | None]:
         """Tokens int64 [rows], statuses uint8 [rows] and log probabilities; see ``Sampler.sample``."""
         state, tables = self.state, self.tables
-        demanding, edits, truncated, nucleus, logprobs = map(
-            state.asked, (DEMANDING, EDITED, TRUNCATED, NUCLEUS, LOGPROBS)
-        )
-        masked = masks is not None
+        demanding, edits, truncated, nucleus, width, _ = self.demand
+        logprobs, masked = width >= 0, masks is not None
         rows, drawable = len(slots), state.valid_vocab_size
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         statuses = torch.empty(rows, dtype=torch.uint8, device=logits.device)
-        described = self._room(rows) if logprobs else None
+        described = self._room(rows, width) if logprobs else None
         if not rows:
             return tokens, statuses, described
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -174,15 +196,15 @@ class FusedSampler:
         # What a compiled kernel takes for granted besides what never changes: types, and addresses and strides that are
         # multiples of 16.
         aligned = [tensor.data_ptr() % 16 for tensor in (logits, slots, positions, masks, mask_rows)]
-        width = described.top_ids.shape[1] if described else 0
+        width = max(width, 0)
         blocks, padded = self._blocks, power(self._blocks)
-        changes = edits > 0, masked
+        changes = edits, masked
         # A few demanding rows are finished where they start; many, in a kernel of their own that leaves room to read.
         apart = self.draw != "two_level"
         few = not apart and (rows < 8 or (not masked and 4 * demanding <= rows))
         sought = max(256, power(rows)) if rows >= 8 and few else 0
         ahead = apart or demanding > 0 or masked
-        key = (rows, logits.dtype, inputs.stride, *aligned, *changes, ahead, few, logprobs > 0, width)
+        key = (rows, logits.dtype, inputs.stride, *aligned, *changes, ahead, few, logprobs, width)
         launch = self._launcher(key, inputs, rows, logits.device.index)
         chained = self._chained
         if edits:
@@ -191,11 +213,11 @@ class FusedSampler:
             tile = 8 if few or rows < 64 else 16
             tiles = -(-blocks // tile)
             grid = (tiles, demanding) if sought else (min(tiles, max(8, 2048 // rows)), rows)
-            constants = (tile, padded, sought, apart, *changes, logprobs > 0, few, chained)
+            constants = (tile, padded, sought, apart, *changes, logprobs, few, chained)
             # Rows that are read in pieces of a few bytes are summed in an order that depends on the number of warps.
             dense = aligned[0] == 0 and inputs.stride % 16 == 0
             warps = 8 if few and dense else 4
-            launch(draw_kernels.draw, grid, (tokens, statuses, rows, blocks), constants, warps, edits > 0)
+            launch(draw_kernels.draw, grid, (tokens, statuses, rows, blocks), constants, warps, edits)
         if apart:
             tokens = self._draw_apart(launch, tokens, statuses, rows, changes)
         else:
@@ -207,7 +229,7 @@ class FusedSampler:
             launch(truncation_kernels.check, (parts, rows), (tokens, statuses, blocks), (8, *changes, chained), 4, True)
         if logprobs or (not apart and (nucleus or (truncated and not few))):
             args = described or self._nothing, tokens, width, blocks
-            constants = (padded, power(width), *changes, logprobs > 0, chained)
+            constants = (padded, power(width), *changes, logprobs, chained)
             launch(finish_kernels.finish, (rows, 1), args, constants, 8, not apart)
         return tokens, statuses, described
 
@@ -227,9 +249,8 @@ class FusedSampler:
         launch(baseline_kernels.spread, (-(-blocks // 8), rows), args, (8, *changes), 4, False)
         return weights.multinomial(1)[:, 0].where(random, tokens)
 
-    def _room(self, rows: int) -> Described:
-        """Room for the log probabilities of so many rows."""
-        width = max(asked.alternatives for asked in self.state.settings)
+    def _room(self, rows: int, width: int) -> Described:
+        """Room for the log probabilities of so many rows and of ``width`` alternatives."""
 
         def room(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(rows, *shape, dtype=dtype, device=self.state.device)

@@ -1,6 +1,6 @@
 """From logits to tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf, isfinite
@@ -94,6 +94,11 @@ class Sampler:
             from freewheel.sampling.fused import FusedSampler  # only here: it imports Triton
 
             self._fused = FusedSampler(state, draw)
+
+    @property
+    def demand(self) -> Hashable:
+        """What the sequences in slots ask together: a captured :meth:`sample` serves as long as it stays."""
+        return None if self._fused is None else self._fused.demand
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Samples:
         """Draw a token for each row. The caller appends it to the state before it draws the sequence's next one.
