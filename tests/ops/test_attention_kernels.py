@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
 
+from freewheel.ops import attention_gpu
 from freewheel.ops.attention_gpu import (
     LayerAttention,
     Partials,
@@ -172,7 +173,7 @@ class Step:
         partials = poisoned(make_partials(len(qkv), self.layer, splits, DEVICE)) if splits else None
         options = {"tile": TILE, **options}
         attend_decode(self.layer, qkv, self.cache, self.table, slots, positions, partials or out, **options)
-        return combine(partials, out) if partials else out
+        return combine(self.layer, partials, positions, out, tile=options["tile"]) if partials else out
 
     def store(self) -> Tensor:
         self.cache_before = self.cache.clone()
@@ -186,13 +187,17 @@ class Step:
     ) -> Tensor:
         out = torch.full((len(self.qkv), self.layer.heads * self.layer.head_dim), torch.nan, device=DEVICE)
         partials = poisoned(make_partials(len(self.qkv), self.layer, splits, DEVICE)) if splits else None
+        options = {"tile": TILE, **options}
         attend_chunks(
             self.layer, queries, self.cache, self.table,
             plan_tiles(self.counts, self.slot_of, tile_rows).to(DEVICE), self.positions, partials or out,
             tile_rows=tile_rows, places=self.places, ancestors=self.ancestors if tree else None,
-            **{"tile": TILE, **options},
+            **options,
         )  # fmt: skip
-        return combine(partials, out) if partials else out
+        if not partials:
+            return out
+        tile = options["tile"] or attention_gpu.TILE
+        return combine(self.layer, partials, self.positions, out, places=self.places, tile=tile)
 
 
 def poisoned(partials: Partials) -> Partials:
@@ -446,7 +451,7 @@ def test_a_graph_of_chained_launches_serves_changing_rows() -> None:
 
     def launch() -> None:
         attend_decode(layer, qkv, step.cache, step.table, slots, positions, partials, chained=True)
-        combine(partials, out, chained=True)
+        combine(layer, partials, positions, out, chained=True)
 
     launch()
     torch.cuda.synchronize()

@@ -16,7 +16,7 @@ from freewheel.ops.activation import gated as gated_reference
 pytest.importorskip("triton", reason="Triton is made for Linux only")
 
 from freewheel.ops import products
-from freewheel.ops.attention_gpu import Partials
+from freewheel.ops.attention_gpu import LayerAttention, Partials
 from freewheel.ops.products import MOST_ROWS, Tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,13 +39,14 @@ types = {name: "*fp32" for name in "y norm bias peaks sums stream delta_norm att
 types |= {name: "*bf16" for name in "weight table out delta gate_up".split()}
 types |= {name: "*i64" for name in "history slots positions".split()}
 types |= {name: "fp32" for name in "eps cap scale".split()}
-plain = {"peaks": None, "sums": None, "ACTIVATION": None, "ADD": False, "SPLITS": None, "HEAD_DIM": None}
+plain = {"peaks": None, "sums": None, "positions": None, "ACTIVATION": None, "ADD": False, "SPLITS": None}
+plain |= {"HEAD_DIM": None, "TILE": 64, "WINDOW": None}
 everything = {"CHAINED": True, "INPUTS": 320, "OUTPUTS": 4, "COLUMNS": 256, "AHEAD": 1, "SPLITS": 4, "HEAD_DIM": 64}
 for name, constants in [
     ("product", plain | {"ROWS": 1, "norm": None, "bias": None, "cap": None, "ADD": True}),
     ("product", plain | {"ROWS": 3, "ACTIVATION": "gelu_tanh"}),
-    ("product", plain | {"ROWS": 2, "peaks": "*fp32", "sums": "*fp32", "norm": None, "cap": None, "ADD": True} | {
-        "SPLITS": 8, "HEAD_DIM": 64}),
+    ("product", plain | {"ROWS": 2, "peaks": "*fp32", "sums": "*fp32", "positions": "*i64", "norm": None, "cap": None,
+                         "ADD": True, "SPLITS": 8, "HEAD_DIM": 64, "WINDOW": 0}),
     ("product", plain | {"ROWS": 4, "weight": "*fp16"}),
     ("product", plain | {"ROWS": 1, "weight": "*fp32", "norm": None}),
     ("embed", {}), ("add_norm", {}), ("add_norm", {"delta": None, "delta_norm": None}),
@@ -108,20 +109,30 @@ def run(
     return result
 
 
-def partials(rows: int, heads: int, splits: int, head_dim: int) -> tuple[Partials, Tensor]:
-    """Attention whose splits are in part or wholly empty, with garbage for what they hold; and merged, float64."""
+def partials(layer: LayerAttention, rows: int, splits: int) -> tuple[Partials, Tensor, Tensor]:
+    """Attention in splits, unwritten where a row sees nothing of them; positions; and the sum of the splits, float64.
+
+    The last row is idle.
+    """
+    heads, head_dim = layer.heads, layer.head_dim
+    positions = torch.randint(64 * splits, (rows,), generator=torch.Generator().manual_seed(rows)).to(DEVICE)
+    tiles = torch.arange(0, 64 * splits, 64, device=DEVICE)
+    unseen = (tiles > positions[:, None]) | (tiles + 64 <= positions[:, None] + 1 - (layer.window or 1 << 30))
     scores = 3 * random(rows, heads, splits, 5)
-    empty = random(rows, heads, splits, seed=1) > 0.5
-    empty[-1] = True
     values = random(rows, heads, splits, 5, head_dim, seed=2)
     peaks = scores.amax(-1)
     weights = (scores - peaks[..., None]).exp()
-    attended = (weights[..., None] * values).sum(-2).masked_fill_(empty[..., None], torch.nan)
-    given = Partials(
-        (peaks / math.log(2)).masked_fill(empty, -torch.inf), weights.sum(-1).masked_fill(empty, 0), attended
-    )
-    shares = scores.double().masked_fill(empty[..., None], -torch.inf).flatten(2).softmax(-1).nan_to_num(0)
-    return given, (shares[..., None] * values.double().flatten(2, 3)).sum(-2).flatten(1)
+    sums, attended = weights.sum(-1), (weights[..., None] * values).sum(-2)
+    shares = scores.double().masked_fill(unseen[:, None, :, None], -torch.inf).flatten(2).softmax(-1)
+    whole = (shares[..., None] * values.double().flatten(2, 3)).sum(-2).flatten(1)
+    given = Partials(peaks / math.log(2), sums, attended)
+    for tensor in given:
+        tensor.masked_fill_(unseen[:, None, :, None] if tensor.ndim == 4 else unseen[:, None], torch.nan)
+    positions[-1] = 0
+    for tensor, nothing in zip(given, (-torch.inf, 0.0, 0.0)):
+        tensor[-1] = nothing
+    whole[-1] = 0
+    return given, positions, whole
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -186,18 +197,19 @@ def test_rows_do_not_see_each_other(tile: Tile) -> None:
     assert torch.equal(run(x, weight, norm=norm, tile=tile)[[0, 3]], whole[[0, 3]])
 
 
-@pytest.mark.parametrize("rows", [1, MOST_ROWS])
+@pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize(("heads", "splits", "head_dim"), [(3, 1, 16), (5, 8, 32)])
-def test_products_of_attention_in_splits(rows: int, heads: int, splits: int, head_dim: int) -> None:
-    given, attention = partials(rows, heads, splits, head_dim)
-    weight, stream = random(6, heads * head_dim), random(rows, 6)
+def test_products_of_attention_in_splits(heads: int, splits: int, head_dim: int, window: int | None) -> None:
+    layer = LayerAttention(heads, 1, head_dim, 1.0, random(head_dim // 2), window=window)
+    given, positions, attention = partials(layer, MOST_ROWS, splits)
+    weight, stream = random(6, heads * head_dim), random(MOST_ROWS, 6)
     for tile in (None, Tile(4, head_dim, 1, 4)):
         for bias in (None, random(6)):
             result = torch.full_like(stream, torch.nan)
-            products.combine_product(result, given, weight, bias=bias, tile=tile)
+            products.combine_product(result, layer, given, positions, weight, bias=bias, tile=tile)
             close(result + 1, expected(attention, weight, bias=bias) + 1)
     result = stream.clone()
-    products.combine_product(result, given, weight, add=True)
+    products.combine_product(result, layer, given, positions, weight, add=True)
     close(result, expected(attention, weight, y=stream))
 
 
@@ -240,7 +252,7 @@ def test_gates(activation: Any) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     x, weight, y = random(2, 8), random(6, 8), random(2, 6)
     bad: list[tuple[Any, ...]] = [
-        (y, x[:, :7], weight), (y, x, weight[:5]), (y, x, random(8, 6).T), (random(MOST_ROWS + 1, 6), random(MOST_ROWS + 1, 8), weight),
+        (y, x[:, :7], weight), (y, x, weight[:5]), (y, x, random(8, 6).T), (random(5, 6), random(5, 8), weight),
     ]  # fmt: skip
     for args in bad:
         with pytest.raises(ValueError, match=r"expected|rows"):
@@ -249,8 +261,10 @@ def test_what_does_not_fit_is_refused() -> None:
         products.product(y, x, weight, norm=random(7))
     with pytest.raises(ValueError, match="stream"):
         products.product(y.bfloat16(), x, weight, add=True)
+    layer = LayerAttention(2, 1, 3, 1.0, y)
+    three = Partials(random(2, 2, 1), random(2, 2, 1), random(2, 2, 1, 3))
     with pytest.raises(ValueError, match="powers of two"):
-        products.combine_product(y, Partials(random(2, 2, 1), random(2, 2, 1), random(2, 2, 1, 3)), random(6, 6))
+        products.combine_product(y, layer, three, torch.zeros(2, dtype=torch.int64), random(6, 6))
     with pytest.raises(ValueError, match="together"):
         products.add_norm(y, y, eps=EPS, norm=random(6))
 

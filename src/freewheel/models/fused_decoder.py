@@ -137,10 +137,12 @@ class FusedDecoder:
             self._attend_alone(layer, qkv, cache, rows, partials or attended)
             if partials and merges and layer.post_attention_norm is None:
                 weight, bias = layer.output.weight, layer.output.bias
-                products.combine_product(stream, partials, weight, bias=bias, add=True, chained=chained)
+                products.combine_product(
+                    stream, layer.attention, partials, rows.positions, weight, bias=bias, add=True, chained=chained
+                )
             else:
                 if partials:
-                    attention.combine(partials, attended, chained=chained)
+                    attention.combine(layer.attention, partials, rows.positions, attended, chained=chained)
                 self._add(stream, attended, layer.output, layer.post_attention_norm)
             products.product(
                 activated, stream, layer.gate_up.weight, norm=layer.mlp_norm, eps=spec.norm_eps,
@@ -178,7 +180,7 @@ class FusedDecoder:
             else:
                 self._attend_alone(layer, qkv, cache, rows, partials or attended)
                 if partials:
-                    attention.combine(partials, attended, chained=chained)
+                    attention.combine(layer.attention, partials, rows.positions, attended, chained=chained)
             products.add_norm(
                 stream, layer.output(attended), eps=spec.norm_eps, delta_norm=layer.post_attention_norm,
                 norm=layer.mlp_norm, out=normed, chained=chained,

@@ -22,6 +22,8 @@ from freewheel.ops.launch import power
 
 kernels: Any = kernels_
 
+TILE = 64  # places of the context that a split takes at a time
+
 
 @dataclass(frozen=True)
 class LayerAttention:
@@ -68,12 +70,17 @@ class Partials(NamedTuple):
     sums: Tensor
     attended: Tensor
 
+    @property
+    def splits(self) -> int:
+        """Of the context, a power of two."""
+        return self.peaks.shape[2]
+
 
 def make_partials(rows: int, layer: LayerAttention, splits: int, device: torch.device | str) -> Partials:
     """Room for ``rows``; the layers of a step take turns in it. ``splits`` is a power of two."""
     shape = rows, layer.heads, splits
-    peaks, sums = torch.zeros(2, *shape, device=device).unbind()
-    return Partials(peaks, sums, torch.zeros(*shape, layer.head_dim, device=device))
+    peaks, sums = torch.empty(2, *shape, device=device).unbind()
+    return Partials(peaks, sums, torch.empty(*shape, layer.head_dim, device=device))
 
 
 def default_splits(rows: int, kv_heads: int, processors: int = 132) -> int:
@@ -125,27 +132,42 @@ def attend_decode(
             of the context leave what they found, for :func:`combine`.
         chained: start while the launch ahead still runs (CUDA devices only). That may then have written ``qkv``, or the
             ``queries`` and new keys and values of the other functions; all else was written at least two launches ago.
-        tile: places of the context that are read at a time, a power of two from 16. None: what registers hold.
+        tile: places of the context that are read at a time, a power of two from 16. None: TILE with partials, else what
+            registers hold.
         warps: of a program.
         dot: whether tensor cores compute the products, which rounds queries and weights to the cache's dtype.
     """
     _check(layer, qkv, cache)
     partials = None if isinstance(out, Tensor) else out
-    splits = 1 if partials is None else partials.peaks.shape[2]
+    splits = 1 if partials is None else partials.splits
     kernels.attend_decode[(splits, layer.kv_heads, len(qkv))](
         out if partials is None else None, partials, qkv, layer.norm_weight, layer.frequencies, cache, page_table,
         slots, positions, layer.attention_factor, layer.eps, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
-        GROUP=max(power(layer.group), 16 if dot else 1), SPLITS=splits, TILE=tile or _tile(cache, splits),
-        DOT=dot, CHAINED=chained, num_warps=warps, **_options(chained),
+        GROUP=max(power(layer.group), 16 if dot else 1), SPLITS=splits,
+        TILE=tile or (TILE if partials else _tile(cache)), DOT=dot, CHAINED=chained, num_warps=warps,
+        **_options(chained),
     )  # fmt: skip
 
 
-def combine(partials: Partials, out: Tensor, *, chained: bool = False) -> Tensor:
-    """The attended rows, [rows, heads * head_dim], in the dtype of ``out``, into which they go."""
-    heads, splits, head_dim = partials.attended.shape[1:]
-    kernels.combine[(heads, len(out))](
-        out, partials, HEAD_DIM=head_dim, DIM=power(head_dim), SPLITS=splits, CHAINED=chained,
+def combine(
+    layer: LayerAttention,
+    partials: Partials,
+    positions: Tensor,
+    out: Tensor,
+    *,
+    places: Tensor | None = None,
+    chained: bool = False,
+    tile: int = TILE,
+) -> Tensor:
+    """The attended rows, [rows, heads * head_dim], in the dtype of ``out``, into which they go.
+
+    Args:
+        layer, positions, places, tile: what the partials were made with.
+    """
+    kernels.combine[(layer.heads, len(out))](
+        out, partials, positions, positions if places is None else places, HEAD_DIM=layer.head_dim,
+        DIM=power(layer.head_dim), SPLITS=partials.splits, TILE=tile, WINDOW=layer.window or 0, CHAINED=chained,
         num_warps=4, **_options(chained),
     )  # fmt: skip
     return out
@@ -215,16 +237,17 @@ def attend_chunks(
         tile_rows: rows of the largest tile.
         ancestors: int64 [rows]; bit j says whether the row sees row j of its sequence in this step, besides what was
             stored before the first of them. -1 for a row of a chunk, which sees all up to itself, be they more than 64.
-        tile: places of the context that are read at a time, a power of two from 16. None: what registers hold.
+        tile: places of the context that are read at a time, a power of two from 16. None: TILE with partials, else what
+            registers hold.
         warps: of a program.
     """
     partials = None if isinstance(out, Tensor) else out
-    splits = 1 if partials is None else partials.peaks.shape[2]
+    splits = 1 if partials is None else partials.splits
     kernels.attend_chunks[(splits, layer.kv_heads, len(tiles))](
         out if partials is None else None, partials, queries, cache, page_table, tiles, positions,
         positions if places is None else places, ancestors, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
-        M=max(power(tile_rows * layer.group), 16), SPLITS=splits, TILE=tile or _tile(cache, splits),
+        M=max(power(tile_rows * layer.group), 16), SPLITS=splits, TILE=tile or (TILE if partials else _tile(cache)),
         CHAINED=chained, num_warps=warps, **_options(chained),
     )  # fmt: skip
 
@@ -246,9 +269,9 @@ def _sizes(layer: LayerAttention, cache: Tensor) -> dict[str, int]:
     }
 
 
-def _tile(cache: Tensor, splits: int) -> int:
-    """Places whose keys and values registers hold twice, with what belongs to them; fewer where latency counts."""
-    return max(min(16384 // (power(cache.shape[4]) * cache.element_size()), 64 if splits == 1 else 32), 16)
+def _tile(cache: Tensor) -> int:
+    """Places whose keys and values registers hold twice, with what belongs to them."""
+    return max(min(16384 // (power(cache.shape[4]) * cache.element_size()), 64), 16)
 
 
 def _options(chained: bool) -> dict[str, bool]:

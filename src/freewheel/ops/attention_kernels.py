@@ -22,11 +22,12 @@ the batch nor how a chunk was cut changes the sums that a row is made of::
 Each split leaves its softmax over what it saw (FlashAttention, arXiv 2205.14135, cut along the context as in
 Flash-Decoding; pages as in PagedAttention, arXiv 2309.06180)::
 
-    peaks       float32 [rows, heads, splits]             largest score, in units of ln 2; -inf: the split saw nothing
+    peaks       float32 [rows, heads, splits]             largest score, in units of ln 2; -inf if there is none
     sums        float32 [rows, heads, splits]             of 2 ** (score - peak)
-    attended    float32 [rows, heads, splits, head_dim]   of 2 ** (score - peak) * value; unwritten where peak is -inf
+    attended    float32 [rows, heads, splits, head_dim]   of 2 ** (score - peak) * value
 
-:func:`merged` says what to multiply ``attended`` by. Idle rows, whose slot is negative, leave peaks of -inf.
+All three may be unwritten where a row :func:`sees` nothing of a split, and ``attended`` where ``attend_chunks`` left a
+peak of -inf. :func:`merged` says what to multiply ``attended`` by. Idle rows, whose slot is negative, attend to 0.
 
 Scores, sums and weighted values are float32; products take the cache's dtype where tensor cores compute them (DOT).
 
@@ -140,6 +141,13 @@ def _attend(query, keys, values, visible, peak, total, attended, scale, CAP: tl.
 
 
 @triton.jit
+def sees(split, position, place, SPLITS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether a split holds a place that a row at this position and place sees."""
+    first = tl.maximum(position + 1 - WINDOW, 0) // TILE if WINDOW > 0 else position * 0
+    return (split + SPLITS - first % SPLITS) % SPLITS <= place // TILE - first
+
+
+@triton.jit
 def _first_tile(first, split, SPLITS: tl.constexpr, TILE: tl.constexpr):
     """Where the first tile of a split starts, among those that hold places from ``first`` on."""
     tile = first // TILE
@@ -186,9 +194,11 @@ def attend_decode(
             gdc_launch_dependents()
         if partials is None:
             tl.store(out + out_at, tl.zeros([GROUP, DIM], out.dtype.element_ty), mask=inside)
-        else:
+        elif slot < 0:
+            nothing = tl.zeros([GROUP, DIM], tl.float32)
             tl.store(partials.peaks + index, tl.full([GROUP], -float("inf"), tl.float32), mask=wanted)
             tl.store(partials.sums + index, tl.zeros([GROUP], tl.float32), mask=wanted)
+            tl.store(partials.attended + index[:, None] * HEAD_DIM + d[None, :], nothing, mask=inside)
         return
     pages = page_table + slot * max_pages
     keys = cache + kv_head.to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
@@ -357,15 +367,23 @@ def merged(peaks, sums):
 
 
 @triton.jit
-def combine(out, partials, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, CHAINED: tl.constexpr):
+def combine(
+    out, partials, positions, places,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
     """A head of a row: the sum of its splits."""
-    head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    head = row * tl.num_programs(0) + tl.program_id(0)
     split, d = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    position, place = tl.load(positions + row).to(tl.int32), tl.load(places + row).to(tl.int32)
+    seen = sees(split, position, place, SPLITS, TILE, WINDOW)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     index = head * SPLITS + split
-    peaks, sums = tl.load(partials.peaks + index), tl.load(partials.sums + index)
+    peaks = tl.load(partials.peaks + index, mask=seen, other=-float("inf"))
+    sums = tl.load(partials.sums + index, mask=seen, other=0.0)
     peak, total = merged(peaks[None, :], sums[None, :])
     weights = tl.exp2(peaks[None, :] - peak[:, None]) / total[:, None]
     inside = (peaks > -float("inf"))[:, None] & (d < HEAD_DIM)[None, :]

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from freewheel.ops.attention_kernels import merged
+from freewheel.ops.attention_kernels import merged, sees
 
 
 @triton.jit
@@ -82,35 +82,42 @@ def _vector(x, start, INPUTS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _combined(
-    attended, peaks, sums, row, start,
-    INPUTS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    attended, peaks, sums, position, row, start,
+    INPUTS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Entries ``start + [0, COLUMNS)`` of a row's attention, its splits added up, float32 [COLUMNS]; 0 outside."""
     head = start // HEAD_DIM + tl.arange(0, COLUMNS // HEAD_DIM)
     inside = head < INPUTS // HEAD_DIM
     first = (row * (INPUTS // HEAD_DIM) + head) * SPLITS
-    at = first[:, None] + tl.arange(0, SPLITS)[None, :]
-    split_peaks = tl.load(peaks + at, mask=inside[:, None], other=-float("inf"))
-    peak, total = merged(split_peaks, tl.load(sums + at, mask=inside[:, None], other=0.0))
+    split = tl.arange(0, SPLITS)
+    seen = inside[:, None] & sees(split, position, position, SPLITS, TILE, WINDOW)[None, :]
+    at = first[:, None] + split[None, :]
+    peak, total = merged(tl.load(peaks + at, mask=seen, other=-float("inf")), tl.load(sums + at, mask=seen, other=0.0))
     combined = tl.zeros([COLUMNS // HEAD_DIM, HEAD_DIM], tl.float32)
-    for split in tl.static_range(SPLITS):
-        own = tl.load(peaks + first + split, mask=inside, other=-float("inf"))
-        places = (first + split).to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        part = tl.load(attended + places, mask=(own > -float("inf"))[:, None], other=0.0)
-        combined += part * (tl.exp2(own - peak) / total)[:, None]
+    for i in tl.static_range(SPLITS):
+        here = head < tl.where(sees(i, position, position, SPLITS, TILE, WINDOW), INPUTS // HEAD_DIM, 0)
+        weight = tl.exp2(tl.load(peaks + first + i, mask=here, other=-float("inf")) - peak) / total
+        places = (first + i).to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        combined += tl.load(attended + places, mask=here[:, None], other=0.0) * weight[:, None]
     return tl.reshape(combined, [COLUMNS])
 
 
 @triton.jit
 def _rows(
-    x, peaks, sums, start,
+    x, peaks, sums, places, start,
     ROWS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Columns ``start + [0, COLUMNS)`` of each row, a tuple of [COLUMNS]: of x itself, or of attention."""
     rows = ()
     for row in tl.static_range(ROWS):
         if peaks is not None:
-            rows += (_combined(x, peaks, sums, row, start, INPUTS, COLUMNS, SPLITS, HEAD_DIM),)
+            rows += (
+                _combined(
+                    x, peaks, sums, places[row], row, start, INPUTS, COLUMNS, SPLITS, HEAD_DIM, TILE, WINDOW
+                ),
+            )  # fmt: skip
         else:
             rows += (_vector(x + row * INPUTS, start, INPUTS, COLUMNS),)
     return rows
@@ -139,9 +146,10 @@ def _sums(parts, axis: tl.constexpr):
 
 @triton.jit
 def _products(
-    y, x, peaks, sums, weight, norm, n, present, outputs, eps,
+    y, x, peaks, sums, positions, weight, norm, n, present, outputs, eps,
     ROWS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, HALVES: tl.constexpr,
-    ADD: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, CHAINED: tl.constexpr,
+    ADD: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The products of ROWS rows on CUDA cores: a tuple of float32 [OUTPUTS], for each row its HALVES; and with ADD what
     y [OUTPUTS] holds of each row, read early.
@@ -158,10 +166,14 @@ def _products(
             tiles += (_weights(weight, n + half * outputs, present, chunk * COLUMNS, INPUTS, COLUMNS),)
         if norm is not None:
             scales += (_vector(norm, chunk * COLUMNS, INPUTS, COLUMNS),)
+    places = ()
+    if positions is not None:
+        for row in tl.static_range(ROWS):
+            places += (tl.load(positions + row).to(tl.int32),)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    rows = _rows(x, peaks, sums, 0, ROWS, INPUTS, COLUMNS, SPLITS, HEAD_DIM)
+    rows = _rows(x, peaks, sums, places, 0, ROWS, INPUTS, COLUMNS, SPLITS, HEAD_DIM, TILE, WINDOW)
     added = ()
     if ADD:
         for row in tl.static_range(ROWS):
@@ -179,7 +191,9 @@ def _products(
             if norm is not None:
                 scales += (_vector(norm, (chunk + AHEAD) * COLUMNS, INPUTS, COLUMNS),)
         if chunk + 1 < chunks:
-            rows += _rows(x, peaks, sums, (chunk + 1) * COLUMNS, ROWS, INPUTS, COLUMNS, SPLITS, HEAD_DIM)
+            rows += _rows(
+                x, peaks, sums, places, (chunk + 1) * COLUMNS, ROWS, INPUTS, COLUMNS, SPLITS, HEAD_DIM, TILE, WINDOW
+            )  # fmt: skip
         loaded = ()
         for half in tl.static_range(HALVES):
             loaded += (_unpacked(tiles[chunk * HALVES + half], CHAINED),)
@@ -211,17 +225,18 @@ def _products(
 
 @triton.jit
 def product(
-    y, x, weight, norm, bias, peaks, sums, outputs, eps, cap,
+    y, x, weight, norm, bias, peaks, sums, positions, outputs, eps, cap,
     ROWS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
-    ACTIVATION: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, CHAINED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """y [ROWS, outputs] = what the optional parts make of x [ROWS, INPUTS] and the weight.
 
     Each program computes OUTPUTS outputs of all rows, COLUMNS columns of the weight at a time, AHEAD of these chunks
     read in advance. A row's bits depend on these numbers, not on other rows.
 
-    Parts, None if absent: norm [INPUTS]; peaks and sums, and then x is what attention's SPLITS left (see
-    attention_kernels.py); bias, float32; cap; ACTIVATION "silu" or "gelu_tanh"; ADD to y.
+    Parts, None if absent: norm [INPUTS]; peaks, sums and positions, and then x is what attention's SPLITS of TILE
+    places left with WINDOW (see attention_kernels.py); bias, float32; cap; ACTIVATION "silu" or "gelu_tanh"; ADD to y.
     """
     halves: tl.constexpr = 1 if ACTIVATION is None else 2
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -232,8 +247,8 @@ def product(
         for half in tl.static_range(halves):
             biases += (tl.load(bias + half * outputs + n, mask=present, other=0.0),)
     results, added = _products(
-        y, x, peaks, sums, weight, norm, n, present, outputs, eps,
-        ROWS, INPUTS, COLUMNS, AHEAD, halves, ADD, SPLITS, HEAD_DIM, CHAINED,
+        y, x, peaks, sums, positions, weight, norm, n, present, outputs, eps,
+        ROWS, INPUTS, COLUMNS, AHEAD, halves, ADD, SPLITS, HEAD_DIM, TILE, WINDOW, CHAINED,
     )  # fmt: skip
     for row in tl.static_range(ROWS):
         values, ups = results[row * halves], results[row * halves + halves - 1]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from freewheel.ops import product_kernels as kernels
 from freewheel.ops.activation import Activation
-from freewheel.ops.attention_gpu import Partials
+from freewheel.ops.attention_gpu import TILE, LayerAttention, Partials
 from freewheel.ops.launch import power
 
 MOST_ROWS = 4  # more are quicker in tensor cores
@@ -71,12 +71,15 @@ def product(
     Raises:
         ValueError: sizes do not fit, or a tensor is not dense.
     """
+    _check(x, len(y), weight.shape[1])
     _launch_product(y, x, weight, None, norm, eps, bias, activation, cap, add, chained, tile)
 
 
 def combine_product(
     y: Tensor,
+    layer: LayerAttention,
     partials: Partials,
+    positions: Tensor,
     weight: Tensor,
     *,
     bias: Tensor | None = None,
@@ -84,14 +87,23 @@ def combine_product(
     chained: bool = False,
     tile: Tile | None = None,
 ) -> None:
-    """``product`` of rows of attention whose splits are added up on the way.
+    """``product`` of rows of attention whose splits, of ``attention_gpu.TILE`` places, are added up on the way.
 
     ``attention_gpu.combine`` does that for more rows, and for a head_dim that is not a power of two.
 
     Raises:
         ValueError: as ``product``; or splits or head_dim is not a power of two.
     """
-    _launch_product(y, partials.attended, weight, partials, None, 0.0, bias, None, None, add, chained, tile)
+    splits, head_dim = partials.attended.shape[-2:]
+    if splits != power(splits) or head_dim != power(head_dim):
+        raise ValueError(f"{splits} splits of head_dim {head_dim}: both must be powers of two")
+    _check(partials.attended, len(y), layer.heads, splits, layer.head_dim)
+    for statistics in (partials.peaks, partials.sums):
+        _check(statistics, len(y), layer.heads, splits)
+    _check(positions, len(y))
+    _check(weight, y.shape[1], layer.heads * head_dim)
+    merge = _Merge(partials.peaks, partials.sums, positions, splits, head_dim, layer.window or 0)
+    _launch_product(y, partials.attended, weight, merge, None, 0.0, bias, None, None, add, chained, tile)
 
 
 def embed(
@@ -175,11 +187,22 @@ def gated(out: Tensor, gate_up: Tensor, activation: Activation, *, chained: bool
     _launch(kernels.gated, (-(-size // columns), rows), 4, chained, out, gate_up, size, activation, columns)
 
 
+class _Merge(NamedTuple):
+    """What adds up the splits of attention, if that is what a product is of."""
+
+    peaks: Tensor
+    sums: Tensor
+    positions: Tensor
+    splits: int
+    head_dim: int
+    window: int
+
+
 def _launch_product(
     y: Tensor,
     x: Tensor,
     weight: Tensor,
-    partials: Partials | None,
+    merge: _Merge | None,
     norm: Tensor | None,
     eps: float,
     bias: Tensor | None,
@@ -197,24 +220,17 @@ def _launch_product(
     width = outputs if activation is None else 2 * outputs
     _check(y, rows, outputs)
     _check(weight, width, inputs)
-    splits = head_dim = peaks = sums = None
-    if partials is None:
-        _check(x, rows, inputs)
-    else:
-        splits, head_dim = _check_partials(partials, rows, inputs)
-        peaks, sums = partials.peaks, partials.sums
     if norm is not None:
         _check(norm, inputs)
     if bias is not None:
         _check(bias, width)
-    tile = tile or tile_for(rows, outputs, inputs, activation is not None, partials is not None)
-    columns = tile.columns
-    if splits is not None and head_dim is not None:  # splits are held side by side
-        columns = max(min(columns, 16384 // splits), head_dim)
+    tile = tile or tile_for(rows, outputs, inputs, activation is not None, merge is not None)
+    columns = tile.columns if merge is None else max(tile.columns, merge.head_dim)
+    peaks, sums, positions, splits, head_dim, window = merge or [None] * 6
     _launch(
         kernels.product, (-(-outputs // tile.outputs),), tile.warps, chained,
-        y, x, weight, norm, bias, peaks, sums, outputs, eps, cap,
-        rows, inputs, tile.outputs, columns, tile.ahead, activation, add, splits, head_dim,
+        y, x, weight, norm, bias, peaks, sums, positions, outputs, eps, cap,
+        rows, inputs, tile.outputs, columns, tile.ahead, activation, add, splits, head_dim, TILE, window,
     )  # fmt: skip
 
 
@@ -252,14 +268,3 @@ def _check(tensor: Tensor, *shape: int) -> None:
         raise ValueError(
             f"expected a dense tensor {list(shape)}, not {list(tensor.shape)} of strides {tensor.stride()}"
         )
-
-
-def _check_partials(partials: Partials, rows: int, inputs: int) -> tuple[int, int]:
-    """Splits and head_dim."""
-    splits, head_dim = partials.attended.shape[-2:]
-    if splits != power(splits) or head_dim != power(head_dim):
-        raise ValueError(f"{splits} splits of head_dim {head_dim}: both must be powers of two")
-    _check(partials.attended, rows, inputs // head_dim, splits, head_dim)
-    for statistics in (partials.peaks, partials.sums):
-        _check(statistics, *partials.attended.shape[:-1])
-    return splits, head_dim
