@@ -112,6 +112,8 @@ def _on_its_way(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
     if isinstance(value, list | tuple):
         return type(value)(map(_on_its_way, value))
+    if isinstance(value, Samples) and value.packed is not None:
+        return Samples.unpack(_on_its_way(value.packed), _on_its_way(value.logprobs))
     if isinstance(value, Samples | Logprobs):
         return type(value)(*(_on_its_way(getattr(value, part.name)) for part in fields(value)))
     return value

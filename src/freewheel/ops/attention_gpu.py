@@ -118,6 +118,7 @@ def attend_decode(
     tile: int | None = None,
     warps: int = 4,
     dot: bool = True,
+    stages: int | None = None,
 ) -> None:
     """Rotates, stores and attends, for rows of which each is the only one of its sequence in the step.
 
@@ -136,6 +137,7 @@ def attend_decode(
             registers hold.
         warps: of a program.
         dot: whether tensor cores compute the products, which rounds queries and weights to the cache's dtype.
+        stages: tiles on their way at a time; 0: two, in registers. None: 0 with partials.
     """
     _check(layer, qkv, cache)
     partials = None if isinstance(out, Tensor) else out
@@ -146,6 +148,7 @@ def attend_decode(
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
         GROUP=max(power(layer.group), 16 if dot else 1), SPLITS=splits,
         TILE=tile or (TILE if partials else _tile(cache)), DOT=dot, CHAINED=chained, num_warps=warps,
+        STAGES=(0 if partials else 3) if stages is None else stages,
         **_options(chained),
     )  # fmt: skip
 

@@ -26,8 +26,9 @@ Flash-Decoding; pages as in PagedAttention, arXiv 2309.06180)::
     sums        float32 [rows, heads, splits]             of 2 ** (score - peak)
     attended    float32 [rows, heads, splits, head_dim]   of 2 ** (score - peak) * value
 
-All three may be unwritten where a row :func:`sees` nothing of a split, and ``attended`` where ``attend_chunks`` left a
-peak of -inf. :func:`merged` says what to multiply ``attended`` by. Idle rows, whose slot is negative, attend to 0.
+All three may be unwritten where a row sees nothing of a split (:func:`tiles_seen`), and ``attended`` where
+``attend_chunks`` left a peak of -inf. :func:`merged` says what to multiply ``attended`` by. Idle rows, whose slot is
+negative, attend to 0.
 
 Scores, sums and weighted values are float32; products take the cache's dtype where tensor cores compute them (DOT).
 
@@ -141,10 +142,10 @@ def _attend(query, keys, values, visible, peak, total, attended, scale, CAP: tl.
 
 
 @triton.jit
-def sees(split, position, place, SPLITS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether a split holds a place that a row at this position and place sees."""
+def tiles_seen(position, place, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first tile with a place that a row at this position and place sees, and how many there are."""
     first = tl.maximum(position + 1 - WINDOW, 0) // TILE if WINDOW > 0 else position * 0
-    return (split + SPLITS - first % SPLITS) % SPLITS <= place // TILE - first
+    return first, place // TILE - first + 1
 
 
 @triton.jit
@@ -170,12 +171,13 @@ def attend_decode(
     factor, eps, scale, num_pages, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    SPLITS: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr, CHAINED: tl.constexpr,
+    SPLITS: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The group of a key head: one split of what a row sees. The split that holds the row's own place also stores it.
 
     Leaves partials, or the attended rows in ``out`` if there are none (SPLITS is 1). GROUP and DIM are heads of a group
-    and HEAD_DIM, padded to powers of two.
+    and HEAD_DIM, padded to powers of two. Tiles pass through shared memory in STAGES; with 0, which reads the first one
+    before the wait, through registers.
     """
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(slots + row)
@@ -204,8 +206,9 @@ def attend_decode(
     keys = cache + kv_head.to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
     values = cache + (kv_head + KV_HEADS).to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
     places = start + tl.arange(0, TILE)
-    seen = (places >= first) & (places < position)
-    tile_keys, tile_values = _load_tile(keys, values, pages, places, seen, HEAD_DIM, DIM, PAGE_SIZE, DOT)
+    if STAGES == 0:
+        seen = (places >= first) & (places < position)
+        tile_keys, tile_values = _load_tile(keys, values, pages, places, seen, HEAD_DIM, DIM, PAGE_SIZE, DOT)
     cosine, sine = _rotation(frequencies, position, factor, HEAD_DIM, DIM)
     own = (position // TILE) % SPLITS == split
     own_at = _entries(pages, position, own, PAGE_SIZE) * HEAD_DIM + d[None, :]
@@ -235,14 +238,23 @@ def attend_decode(
     peak = tl.where(own, score, -float("inf"))
     total = tl.where(own, tl.full([GROUP], 1.0, tl.float32), 0.0)
     attended = tl.zeros([GROUP, DIM], tl.float32) + value.to(tl.float32)
-    for _ in range(start, position, SPLITS * TILE):
-        places += SPLITS * TILE
-        soon = places < position
-        next_keys, next_values = _load_tile(keys, values, pages, places, soon, HEAD_DIM, DIM, PAGE_SIZE, DOT)
-        peak, total, attended = _attend(
-            query, tile_keys, tile_values, seen[None, :], peak, total, attended, scale, CAP, DOT
-        )
-        tile_keys, tile_values, seen = next_keys, next_values, soon
+    if STAGES == 0:
+        for _ in range(start, position, SPLITS * TILE):
+            places += SPLITS * TILE
+            soon = places < position
+            next_keys, next_values = _load_tile(keys, values, pages, places, soon, HEAD_DIM, DIM, PAGE_SIZE, DOT)
+            peak, total, attended = _attend(
+                query, tile_keys, tile_values, seen[None, :], peak, total, attended, scale, CAP, DOT
+            )
+            tile_keys, tile_values, seen = next_keys, next_values, soon
+    else:
+        for begin in tl.range(start, position, SPLITS * TILE, num_stages=STAGES):
+            places = begin + tl.arange(0, TILE)
+            seen = (places >= first) & (places < position)
+            tile_keys, tile_values = _load_tile(keys, values, pages, places, seen, HEAD_DIM, DIM, PAGE_SIZE, DOT)
+            peak, total, attended = _attend(
+                query, tile_keys, tile_values, seen[None, :], peak, total, attended, scale, CAP, DOT
+            )
     if partials is None:
         tl.store(out + out_at, (attended / total[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
@@ -377,7 +389,8 @@ def combine(
     head = row * tl.num_programs(0) + tl.program_id(0)
     split, d = tl.arange(0, SPLITS), tl.arange(0, DIM)
     position, place = tl.load(positions + row).to(tl.int32), tl.load(places + row).to(tl.int32)
-    seen = sees(split, position, place, SPLITS, TILE, WINDOW)
+    first, tiles = tiles_seen(position, place, TILE, WINDOW)
+    seen = (split + SPLITS - first % SPLITS) % SPLITS < tiles
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from freewheel.ops.attention_kernels import merged, sees
+from freewheel.ops.attention_kernels import merged, tiles_seen
 
 
 @triton.jit
@@ -87,19 +87,26 @@ def _combined(
     WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Entries ``start + [0, COLUMNS)`` of a row's attention, its splits added up, float32 [COLUMNS]; 0 outside."""
+    group: tl.constexpr = min(SPLITS, 4)
     head = start // HEAD_DIM + tl.arange(0, COLUMNS // HEAD_DIM)
-    inside = head < INPUTS // HEAD_DIM
-    first = (row * (INPUTS // HEAD_DIM) + head) * SPLITS
-    split = tl.arange(0, SPLITS)
-    seen = inside[:, None] & sees(split, position, position, SPLITS, TILE, WINDOW)[None, :]
-    at = first[:, None] + split[None, :]
-    peak, total = merged(tl.load(peaks + at, mask=seen, other=-float("inf")), tl.load(sums + at, mask=seen, other=0.0))
+    inside = (head < INPUTS // HEAD_DIM)[:, None]
+    base = ((row * (INPUTS // HEAD_DIM) + head) * SPLITS)[:, None]
+    first, tiles = tiles_seen(position, position, TILE, WINDOW)
+    every = tl.arange(0, SPLITS)
+    whole = base + ((first + every) % SPLITS)[None, :]
+    seen = inside & (every < tiles)[None, :]
+    peak, total = merged(
+        tl.load(peaks + whole, mask=seen, other=-float("inf")), tl.load(sums + whole, mask=seen, other=0.0)
+    )
     combined = tl.zeros([COLUMNS // HEAD_DIM, HEAD_DIM], tl.float32)
-    for i in tl.static_range(SPLITS):
-        here = head < tl.where(sees(i, position, position, SPLITS, TILE, WINDOW), INPUTS // HEAD_DIM, 0)
-        weight = tl.exp2(tl.load(peaks + first + i, mask=here, other=-float("inf")) - peak) / total
-        places = (first + i).to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        combined += tl.load(attended + places, mask=here[:, None], other=0.0) * weight[:, None]
+    for begin in range(0, tl.minimum(tiles, SPLITS), group):  # short contexts fill few splits
+        i = begin + tl.arange(0, group)
+        at = base + ((first + i) % SPLITS)[None, :]
+        here = inside & (i < tiles)[None, :]
+        weights = tl.exp2(tl.load(peaks + at, mask=here, other=-float("inf")) - peak[:, None]) / total[:, None]
+        places = at.to(tl.int64)[:, :, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, None, :]
+        parts = tl.load(attended + places, mask=here[:, :, None], other=0.0)
+        combined += tl.sum(parts * weights[:, :, None], 1)
     return tl.reshape(combined, [COLUMNS])
 
 

@@ -170,18 +170,23 @@ class FusedSampler:
         return Demand(demanding, edits > 0, truncated > 0, nucleus > 0, alternatives, self.tables.moves)
 
     def sample(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, masks: Tensor | None, mask_rows: Tensor | None
-    ) -> tuple[Tensor, Tensor, Described | None]:
-        """Tokens int64 [rows], statuses uint8 [rows] and log probabilities; see ``Sampler.sample``."""
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        masks: Tensor | None,
+        mask_rows: Tensor | None,
+        tokens: Tensor,
+        statuses: Tensor,
+    ) -> Described | None:
+        """Write tokens int64 [rows] and statuses uint8 [rows]; the log probabilities. See ``Sampler.sample``."""
         state, tables = self.state, self.tables
         demanding, edits, truncated, nucleus, width, _ = self.demand
         logprobs, masked = width >= 0, masks is not None
         rows, drawable = len(slots), state.valid_vocab_size
-        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        statuses = torch.empty(rows, dtype=torch.uint8, device=logits.device)
         described = self._room(rows, width) if logprobs else None
         if not rows:
-            return tokens, statuses, described
+            return described
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         slots, positions = slots.long().contiguous(), positions.long().contiguous()
         if masks is None or mask_rows is None:
@@ -219,7 +224,7 @@ class FusedSampler:
             warps = 8 if few and dense else 4
             launch(draw_kernels.draw, grid, (tokens, statuses, rows, blocks), constants, warps, edits)
         if apart:
-            tokens = self._draw_apart(launch, tokens, statuses, rows, changes)
+            self._draw_apart(launch, tokens, statuses, rows, changes)
         else:
             tile = 8 if rows < 8 else 32
             constants = tile, padded, ahead, masked, chained
@@ -231,23 +236,23 @@ class FusedSampler:
             args = described or self._nothing, tokens, width, blocks
             constants = (padded, power(width), *changes, logprobs, chained)
             launch(finish_kernels.finish, (rows, 1), args, constants, 8, not apart)
-        return tokens, statuses, described
+        return described
 
     def _draw_apart(
         self, launch: Callable[..., None], tokens: Tensor, statuses: Tensor, rows: int, changes: tuple[bool, bool]
-    ) -> Tensor:
-        """The tokens of all rows, by Gumbel noise or by torch's multinomial draw; those of greedy rows are there."""
+    ) -> None:
+        """Write the tokens, by Gumbel noise or by torch's multinomial draw; those of greedy rows are there."""
         blocks = self._blocks
         launch(baseline_kernels.threshold, (rows, 1), (statuses, blocks), (power(blocks), *changes), 8, False)
         if self.draw == "gumbel":
             parts = min(-(-blocks // 8), baseline_kernels.PARTS.value)
             launch(baseline_kernels.race, (parts, rows), (tokens, statuses, blocks), (8, *changes), 4, False)
-            return tokens
+            return
         weights = torch.empty(rows, self.state.valid_vocab_size, device=tokens.device)
         random = torch.empty(rows, dtype=torch.bool, device=tokens.device)
         args = weights, random, statuses, blocks
         launch(baseline_kernels.spread, (-(-blocks // 8), rows), args, (8, *changes), 4, False)
-        return weights.multinomial(1)[:, 0].where(random, tokens)
+        tokens.copy_(weights.multinomial(1)[:, 0].where(random, tokens))
 
     def _room(self, rows: int, width: int) -> Described:
         """Room for the log probabilities of so many rows and of ``width`` alternatives."""

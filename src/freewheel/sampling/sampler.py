@@ -1,7 +1,7 @@
 """From logits to tokens."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import inf, isfinite
 from typing import Any, Literal
@@ -58,11 +58,19 @@ class Samples:
         tokens: int64 [rows]; -1 where the status is not OK.
         status: uint8 [rows], values of ``Status``.
         logprobs: of the rows that asked for them and have a token, or None where no row asked.
+        packed: uint8 [9 * rows], tokens and status, where they lie together and one copy fetches both.
     """
 
     tokens: Tensor
     status: Tensor
     logprobs: Logprobs | None
+    packed: Tensor | None = None
+
+    @classmethod
+    def unpack(cls, packed: Tensor, logprobs: Logprobs | None) -> "Samples":
+        """Views of what is packed."""
+        rows = len(packed) // 9
+        return cls(packed[: 8 * rows].view(torch.int64), packed[8 * rows :], logprobs, packed)
 
 
 class Sampler:
@@ -147,10 +155,14 @@ class Sampler:
         """The same by Triton's kernels, which do not wait for the device."""
         if logits.dtype == torch.float64:
             logits = logits.float()
-        tokens, status, described = fused.sample(logits, rows.slots, rows.positions, rows.masks, rows.mask_rows)
+        count = len(rows.slots)
+        samples = Samples.unpack(torch.empty(9 * count, dtype=torch.uint8, device=logits.device), None)
+        described = fused.sample(
+            logits, rows.slots, rows.positions, rows.masks, rows.mask_rows, samples.tokens, samples.status
+        )
         if described is None:
-            return Samples(tokens, status, None)
-        return Samples(tokens, status, Logprobs(torch.arange(len(tokens), device=tokens.device), *described))
+            return samples
+        return replace(samples, logprobs=Logprobs(torch.arange(count, device=logits.device), *described))
 
     def _describe(
         self,
