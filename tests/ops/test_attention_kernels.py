@@ -12,7 +12,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
 
-from freewheel.ops import attention_gpu
 from freewheel.ops.attention_gpu import (
     LayerAttention,
     Partials,
@@ -45,12 +44,12 @@ types = {
     "eps": "fp32", "scale": "fp32",
 }
 shape = {"HEADS": 6, "KV_HEADS": 2, "HEAD_DIM": 80, "DIM": 128, "PAGE_SIZE": 16, "WINDOW": 0, "CAP": 0.0,
-         "TILE": 16, "PART": 8, "CHAINED": True}
+         "TILE": 16, "PART": 8, "STAGES": 0, "CHAINED": True}
 small = {"num_pages": 1, "max_pages": 1}  # integers that are 1 are constants
 for name, constants in [
-    ("attend_decode", {"GROUP": 4, "SPLITS": 4, "DOT": False, "WINDOW": 40, "out": None}),
-    ("attend_decode", {"GROUP": 16, "SPLITS": 1, "DOT": True, "CAP": 50.0, "norm_weight": None, "partials": None,
-                       **small}),
+    ("attend_decode", {"GROUP": 16, "SPLITS": 4, "WINDOW": 40, "out": None}),
+    ("attend_decode", {"GROUP": 16, "SPLITS": 1, "CAP": 50.0, "norm_weight": None, "partials": None,
+                       "STAGES": 3, **small}),
     ("rotate_and_store", {}),
     ("rotate_and_store", {"norm_weight": None, **small}),
     ("attend_chunks", {"M": 64, "SPLITS": 1, "partials": None, "ancestors": None}),
@@ -196,8 +195,7 @@ class Step:
         )  # fmt: skip
         if not partials:
             return out
-        tile = options["tile"] or attention_gpu.TILE
-        return combine(self.layer, partials, self.positions, out, places=self.places, tile=tile)
+        return combine(self.layer, partials, self.positions, out, places=self.places, tile=options["tile"])
 
 
 def poisoned(partials: Partials) -> Partials:
@@ -218,21 +216,15 @@ def seeded() -> None:
 
 # Lengths: nothing cached, a page but one, a page, a page and one, several tiles of each split, and an idle row.
 @pytest.mark.parametrize(
-    ("options", "dot"),
-    [
-        ({}, False),
-        ({"norm": False, "window": 6}, False),
-        ({"window": 40, "soft_cap": 2.0}, False),
-        ({"window": 1}, False),
-        ({"window": 1000}, True),
-        ({"window": 33, "soft_cap": 2.0}, True),
-    ],
+    "options",
+    [{}, {"norm": False, "window": 6}, {"window": 40, "soft_cap": 2.0}, {"window": 1}, {"window": 1000}],
 )
-def test_decode_equals_the_definition(options: dict[str, Any], dot: bool) -> None:
+def test_decode_equals_the_definition(options: dict[str, Any]) -> None:
     step = Step(make_layer(2, 1, **options), [0, 3, 4, None, 5, 70])
     _, cache, attended = step.expected()
-    assert_close(step.decode(dot=dot), attended, torch.float32)
-    step.assert_cache(cache)
+    for splits, stages in ((SPLITS, 0), (0, 0), (0, 3)):
+        assert_close(step.decode(splits, stages=stages), attended, torch.float32)
+        step.assert_cache(cache)
 
 
 @pytest.mark.parametrize("page", [1, 16, 24])
@@ -258,12 +250,12 @@ def test_decode_of_every_head_size(heads: tuple[int, int, int], dtype: torch.dty
     step.assert_cache(cache)
 
 
-@pytest.mark.parametrize("dot", [False, True])
-def test_a_row_has_the_same_bits_alone_and_in_a_batch(dot: bool) -> None:
+@pytest.mark.parametrize("splits", [0, SPLITS])
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(splits: int) -> None:
     step = Step(make_layer(2, 1, window=50), [20, 75, None, 1])
-    together = step.decode(dot=dot)
+    together = step.decode(splits)
     for row in range(4):
-        assert torch.equal(step.decode(dot=dot, rows=slice(row, row + 1))[0], together[row])
+        assert torch.equal(step.decode(splits, rows=slice(row, row + 1))[0], together[row])
     assert not together[2].any()
 
 
@@ -413,19 +405,19 @@ FULL: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dot", [False, True])
+@pytest.mark.parametrize("stages", [0, 3])
 @pytest.mark.parametrize(("heads", "options"), FULL)
-def test_full_size_decode(heads: tuple[int, int, int], options: dict[str, Any], dot: bool) -> None:
+def test_full_size_decode(heads: tuple[int, int, int], options: dict[str, Any], stages: int) -> None:
     step = Step(
         make_layer(*heads, **options), [0, 15, 16, 17, 511, 512, None, 4096, 9001], dtype=torch.bfloat16, page=16
     )
     _, cache, attended = step.expected()
     for splits in (0, default_splits(1, heads[1])):
-        together = step.decode(splits, tile=64, dot=dot)
+        together = step.decode(splits, tile=None, stages=stages)
         assert_close(together, attended, torch.bfloat16)
         step.assert_cache(cache)
         for row in range(len(together)):
-            assert torch.equal(step.decode(splits, slice(row, row + 1), tile=64, dot=dot)[0], together[row])
+            assert torch.equal(step.decode(splits, slice(row, row + 1), tile=None, stages=stages)[0], together[row])
 
 
 @pytest.mark.gpu
@@ -444,7 +436,7 @@ def test_full_size_chunks(heads: tuple[int, int, int], options: dict[str, Any]) 
 def test_a_graph_of_chained_launches_serves_changing_rows() -> None:
     layer = make_layer(16, 8, 128)
     step = Step(layer, [700, 3, 64, 5000], dtype=torch.bfloat16, page=16)
-    expected = step.decode(16, tile=64)
+    expected = step.decode(16, tile=None)
     partials = make_partials(4, layer, 16, DEVICE)
     slots, positions = torch.full_like(step.slots, -1), torch.zeros_like(step.positions)
     qkv, out = torch.zeros_like(step.qkv), torch.zeros(4, 16 * 128, device=DEVICE)

@@ -22,7 +22,7 @@ from freewheel.ops.launch import power
 
 kernels: Any = kernels_
 
-TILE = 64  # places of the context that a split takes at a time
+PROCESSORS = 132  # of the GPU that choices are made for, an H200
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ class LayerAttention:
         return self.heads // self.kv_heads
 
     @property
+    def tile(self) -> int:
+        """Places of the context that are read at a time: those whose keys and values registers hold twice."""
+        return min(8192 // max(power(self.head_dim), 16), 64)
+
+    @property
     def columns(self) -> int:
         """Of the fused projection: queries, keys, values."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -83,9 +88,9 @@ def make_partials(rows: int, layer: LayerAttention, splits: int, device: torch.d
     return Partials(peaks, sums, torch.empty(*shape, layer.head_dim, device=device))
 
 
-def default_splits(rows: int, kv_heads: int, processors: int = 132) -> int:
+def default_splits(rows: int, kv_heads: int) -> int:
     """Splits of the context with which so many rows keep the processors busy."""
-    return min(1 << max(round(processors / (rows * kv_heads)).bit_length() - 1, 0), 64)
+    return min(1 << max(round(PROCESSORS / (rows * kv_heads)).bit_length() - 1, 0), 64)
 
 
 def rows_per_tile(layer: LayerAttention, queries: int = 64) -> int:
@@ -117,7 +122,6 @@ def attend_decode(
     chained: bool = False,
     tile: int | None = None,
     warps: int = 4,
-    dot: bool = True,
     stages: int | None = None,
 ) -> None:
     """Rotates, stores and attends, for rows of which each is the only one of its sequence in the step.
@@ -133,22 +137,22 @@ def attend_decode(
             of the context leave what they found, for :func:`combine`.
         chained: start while the launch ahead still runs (CUDA devices only). That may then have written ``qkv``, or the
             ``queries`` and new keys and values of the other functions; all else was written at least two launches ago.
-        tile: places of the context that are read at a time, a power of two from 16. None: TILE with partials, else what
-            registers hold.
+        tile: places of the context that are read at a time, a power of two from 16; None: ``layer.tile``.
         warps: of a program.
-        dot: whether tensor cores compute the products, which rounds queries and weights to the cache's dtype.
-        stages: tiles on their way at a time; 0: two, in registers. None: 0 with partials.
+        stages: tiles on their way at a time; 0: two, in registers, the first before the launch ahead has ended. None: 0
+            for what the processors can take at once, which so starts sooner; else what lets them take more at once.
     """
     _check(layer, qkv, cache)
     partials = None if isinstance(out, Tensor) else out
     splits = 1 if partials is None else partials.splits
+    if stages is None:
+        stages = 0 if splits * layer.kv_heads * len(qkv) <= 2 * PROCESSORS else 3
     kernels.attend_decode[(splits, layer.kv_heads, len(qkv))](
         out if partials is None else None, partials, qkv, layer.norm_weight, layer.frequencies, cache, page_table,
         slots, positions, layer.attention_factor, layer.eps, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
-        GROUP=max(power(layer.group), 16 if dot else 1), SPLITS=splits,
-        TILE=tile or (TILE if partials else _tile(cache)), DOT=dot, CHAINED=chained, num_warps=warps,
-        STAGES=(0 if partials else 3) if stages is None else stages,
+        GROUP=max(power(layer.group), 16), SPLITS=splits, TILE=tile or layer.tile, CHAINED=chained,
+        num_warps=warps, STAGES=stages,
         **_options(chained),
     )  # fmt: skip
 
@@ -161,7 +165,7 @@ def combine(
     *,
     places: Tensor | None = None,
     chained: bool = False,
-    tile: int = TILE,
+    tile: int | None = None,
 ) -> Tensor:
     """The attended rows, [rows, heads * head_dim], in the dtype of ``out``, into which they go.
 
@@ -170,8 +174,8 @@ def combine(
     """
     kernels.combine[(layer.heads, len(out))](
         out, partials, positions, positions if places is None else places, HEAD_DIM=layer.head_dim,
-        DIM=power(layer.head_dim), SPLITS=partials.splits, TILE=tile, WINDOW=layer.window or 0, CHAINED=chained,
-        num_warps=4, **_options(chained),
+        DIM=power(layer.head_dim), SPLITS=partials.splits, TILE=tile or layer.tile, WINDOW=layer.window or 0,
+        CHAINED=chained, num_warps=4, **_options(chained),
     )  # fmt: skip
     return out
 
@@ -240,8 +244,7 @@ def attend_chunks(
         tile_rows: rows of the largest tile.
         ancestors: int64 [rows]; bit j says whether the row sees row j of its sequence in this step, besides what was
             stored before the first of them. -1 for a row of a chunk, which sees all up to itself, be they more than 64.
-        tile: places of the context that are read at a time, a power of two from 16. None: TILE with partials, else what
-            registers hold.
+        tile: places of the context that are read at a time, a power of two from 16; None: ``layer.tile``.
         warps: of a program.
     """
     partials = None if isinstance(out, Tensor) else out
@@ -250,7 +253,7 @@ def attend_chunks(
         out if partials is None else None, partials, queries, cache, page_table, tiles, positions,
         positions if places is None else places, ancestors, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
-        M=max(power(tile_rows * layer.group), 16), SPLITS=splits, TILE=tile or (TILE if partials else _tile(cache)),
+        M=max(power(tile_rows * layer.group), 16), SPLITS=splits, TILE=tile or layer.tile,
         CHAINED=chained, num_warps=warps, **_options(chained),
     )  # fmt: skip
 
@@ -270,11 +273,6 @@ def _sizes(layer: LayerAttention, cache: Tensor) -> dict[str, int]:
         "PAGE_SIZE": cache.shape[3],
         "DIM": max(power(layer.head_dim), 16),  # what tensor cores take at least
     }
-
-
-def _tile(cache: Tensor) -> int:
-    """Places whose keys and values registers hold twice, with what belongs to them."""
-    return max(min(16384 // (power(cache.shape[4]) * cache.element_size()), 64), 16)
 
 
 def _options(chained: bool) -> dict[str, bool]:

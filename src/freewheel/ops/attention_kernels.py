@@ -30,7 +30,7 @@ All three may be unwritten where a row sees nothing of a split (:func:`tiles_see
 ``attend_chunks`` left a peak of -inf. :func:`merged` says what to multiply ``attended`` by. Idle rows, whose slot is
 negative, attend to 0.
 
-Scores, sums and weighted values are float32; products take the cache's dtype where tensor cores compute them (DOT).
+Scores, sums and weighted values are float32; products take the cache's dtype, as tensor cores do.
 
 CHAINED kernels start before the one ahead of them has ended, when all its programs are past their own wait
 (programmatic dependent launch), and go on at ``gdc_wait`` when it has. Before that they read only what was written at
@@ -85,17 +85,13 @@ def _entries(pages, places, wanted, PAGE_SIZE: tl.constexpr):
 @triton.jit
 def _load_tile(
     keys, values, pages, places, wanted,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, DOT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A head's keys and values at ``places`` [t], each [t, DIM], or [1, t, DIM] without DOT; 0 if not ``wanted``."""
+    """A head's keys and values at ``places`` [t], each [t, DIM]; 0 if not ``wanted``."""
     d = tl.arange(0, DIM)
     entries = _entries(pages, places, wanted, PAGE_SIZE)
-    if DOT:
-        at = entries[:, None] * HEAD_DIM + d[None, :]
-        inside = wanted[:, None] & (d < HEAD_DIM)[None, :]
-    else:
-        at = entries[None, :, None] * HEAD_DIM + d[None, None, :]
-        inside = wanted[None, :, None] & (d < HEAD_DIM)[None, None, :]
+    at = entries[:, None] * HEAD_DIM + d[None, :]
+    inside = wanted[:, None] & (d < HEAD_DIM)[None, :]
     return tl.load(keys + at, mask=inside, other=0.0), tl.load(values + at, mask=inside, other=0.0)
 
 
@@ -118,26 +114,19 @@ def _dot(a, b, total):
 
 
 @triton.jit
-def _attend(query, keys, values, visible, peak, total, attended, scale, CAP: tl.constexpr, DOT: tl.constexpr):
+def _attend(query, keys, values, visible, peak, total, attended, scale, CAP: tl.constexpr):
     """Takes a tile into the running softmax.
 
     ``query`` is [m, DIM], ``visible`` [m or 1, t]; ``peak`` and ``total`` are [m], ``attended`` [m, DIM].
     """
-    if DOT:
-        products = _dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32))
-    else:
-        products = tl.sum(query[:, None, :] * keys.to(tl.float32), 2)
+    products = _dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32))
     scores = tl.where(visible, _scaled(products, scale, CAP), -float("inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
     level = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet
     kept = tl.exp2(peak - level)
     weights = tl.exp2(scores - level[:, None])
     total = total * kept + tl.sum(weights, 1)
-    attended = attended * kept[:, None]
-    if DOT:
-        attended = _dot(weights.to(values.dtype), values, attended)
-    else:
-        attended += tl.sum(weights[:, :, None] * values.to(tl.float32), 1)
+    attended = _dot(weights.to(values.dtype), values, attended * kept[:, None])
     return higher, total, attended
 
 
@@ -171,13 +160,13 @@ def attend_decode(
     factor, eps, scale, num_pages, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    SPLITS: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The group of a key head: one split of what a row sees. The split that holds the row's own place also stores it.
 
     Leaves partials, or the attended rows in ``out`` if there are none (SPLITS is 1). GROUP and DIM are heads of a group
-    and HEAD_DIM, padded to powers of two. Tiles pass through shared memory in STAGES; with 0, which reads the first one
-    before the wait, through registers.
+    and HEAD_DIM, padded to what tensor cores take. Tiles pass through shared memory in STAGES; or with 0, which reads
+    the first one before the wait, through registers.
     """
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(slots + row)
@@ -208,7 +197,7 @@ def attend_decode(
     places = start + tl.arange(0, TILE)
     if STAGES == 0:
         seen = (places >= first) & (places < position)
-        tile_keys, tile_values = _load_tile(keys, values, pages, places, seen, HEAD_DIM, DIM, PAGE_SIZE, DOT)
+        tile_keys, tile_values = _load_tile(keys, values, pages, places, seen, HEAD_DIM, DIM, PAGE_SIZE)
     cosine, sine = _rotation(frequencies, position, factor, HEAD_DIM, DIM)
     own = (position // TILE) % SPLITS == split
     own_at = _entries(pages, position, own, PAGE_SIZE) * HEAD_DIM + d[None, :]
@@ -231,8 +220,7 @@ def attend_decode(
     key = _rotated(key, cosine, sine).to(keys.dtype.element_ty)
     tl.store(keys + own_at, key, mask=is_own[:, None] & (d < HEAD_DIM)[None, :])
     tl.store(values + own_at, value, mask=is_own[:, None] & (d < HEAD_DIM)[None, :])
-    if DOT:
-        query = query.to(keys.dtype.element_ty)
+    query = query.to(keys.dtype.element_ty)
     # The softmax starts from the row itself, or from nothing.
     score = _scaled(tl.sum(query.to(tl.float32) * key.to(tl.float32), 1), scale, CAP)
     peak = tl.where(own, score, -float("inf"))
@@ -242,18 +230,18 @@ def attend_decode(
         for _ in range(start, position, SPLITS * TILE):
             places += SPLITS * TILE
             soon = places < position
-            next_keys, next_values = _load_tile(keys, values, pages, places, soon, HEAD_DIM, DIM, PAGE_SIZE, DOT)
+            next_keys, next_values = _load_tile(keys, values, pages, places, soon, HEAD_DIM, DIM, PAGE_SIZE)
             peak, total, attended = _attend(
-                query, tile_keys, tile_values, seen[None, :], peak, total, attended, scale, CAP, DOT
+                query, tile_keys, tile_values, seen[None, :], peak, total, attended, scale, CAP
             )
             tile_keys, tile_values, seen = next_keys, next_values, soon
     else:
         for begin in tl.range(start, position, SPLITS * TILE, num_stages=STAGES):
             places = begin + tl.arange(0, TILE)
             seen = (places >= first) & (places < position)
-            tile_keys, tile_values = _load_tile(keys, values, pages, places, seen, HEAD_DIM, DIM, PAGE_SIZE, DOT)
+            tile_keys, tile_values = _load_tile(keys, values, pages, places, seen, HEAD_DIM, DIM, PAGE_SIZE)
             peak, total, attended = _attend(
-                query, tile_keys, tile_values, seen[None, :], peak, total, attended, scale, CAP, DOT
+                query, tile_keys, tile_values, seen[None, :], peak, total, attended, scale, CAP
             )
     if partials is None:
         tl.store(out + out_at, (attended / total[:, None]).to(out.dtype.element_ty), mask=inside)
@@ -346,7 +334,7 @@ def attend_chunks(
     for start in range(_first_tile(first, split, SPLITS, TILE), end, SPLITS * TILE):
         there = start + tl.arange(0, TILE)
         exists = there < end
-        tile_keys, tile_values = _load_tile(keys, values, pages, there, exists, HEAD_DIM, DIM, PAGE_SIZE, True)
+        tile_keys, tile_values = _load_tile(keys, values, pages, there, exists, HEAD_DIM, DIM, PAGE_SIZE)
         visible = there[None, :] <= place[:, None]
         there_position = there
         if ancestors is not None:
@@ -358,7 +346,7 @@ def attend_chunks(
                 there_position = tl.where(j < 0, there, new)
         if WINDOW > 0:
             visible = visible & (there_position[None, :] > position[:, None] - WINDOW)
-        peak, total, attended = _attend(query, tile_keys, tile_values, visible, peak, total, attended, scale, CAP, True)
+        peak, total, attended = _attend(query, tile_keys, tile_values, visible, peak, total, attended, scale, CAP)
     if partials is None:
         attended = attended / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(out + query_at, attended.to(out.dtype.element_ty), mask=wanted[:, None] & inside)

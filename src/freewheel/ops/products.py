@@ -13,7 +13,7 @@ from torch import Tensor
 
 from freewheel.ops import product_kernels as kernels
 from freewheel.ops.activation import Activation
-from freewheel.ops.attention_gpu import TILE, LayerAttention, Partials
+from freewheel.ops.attention_gpu import LayerAttention, Partials
 from freewheel.ops.launch import power
 
 MOST_ROWS = 4  # more are quicker in tensor cores
@@ -87,7 +87,7 @@ def combine_product(
     chained: bool = False,
     tile: Tile | None = None,
 ) -> None:
-    """``product`` of rows of attention whose splits, of ``attention_gpu.TILE`` places, are added up on the way.
+    """``product`` of rows of attention whose splits, of ``layer.tile`` places, are added up on the way.
 
     ``attention_gpu.combine`` does that for more rows, and for a head_dim that is not a power of two.
 
@@ -102,7 +102,7 @@ def combine_product(
         _check(statistics, len(y), layer.heads, splits)
     _check(positions, len(y))
     _check(weight, y.shape[1], layer.heads * head_dim)
-    merge = _Merge(partials.peaks, partials.sums, positions, splits, head_dim, layer.window or 0)
+    merge = _Merge(partials.peaks, partials.sums, positions, splits, head_dim, layer.tile, layer.window or 0)
     _launch_product(y, partials.attended, weight, merge, None, 0.0, bias, None, None, add, chained, tile)
 
 
@@ -195,6 +195,7 @@ class _Merge(NamedTuple):
     positions: Tensor
     splits: int
     head_dim: int
+    places: int
     window: int
 
 
@@ -226,11 +227,11 @@ def _launch_product(
         _check(bias, width)
     tile = tile or tile_for(rows, outputs, inputs, activation is not None, merge is not None)
     columns = tile.columns if merge is None else max(tile.columns, merge.head_dim)
-    peaks, sums, positions, splits, head_dim, window = merge or [None] * 6
+    peaks, sums, positions, splits, head_dim, places, window = merge or [None] * 7
     _launch(
         kernels.product, (-(-outputs // tile.outputs),), tile.warps, chained,
         y, x, weight, norm, bias, peaks, sums, positions, outputs, eps, cap,
-        rows, inputs, tile.outputs, columns, tile.ahead, activation, add, splits, head_dim, TILE, window,
+        rows, inputs, tile.outputs, columns, tile.ahead, activation, add, splits, head_dim, places, window,
     )  # fmt: skip
 
 
