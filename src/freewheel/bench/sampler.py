@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Source = Callable[[int, int], "Tensor"]  # from vocabulary and batch to logits [buffers, batch, vocab]
 
 BATCHES, VOCABS = "1,8", "49152,151936"
-SOFTMAX_VOCABS = "8192,32768,49152,65536,131072"
+SOFTMAX_VOCABS = "8192,16384,32768,49152,65536,131072"
 SOFTMAX_BATCHES = "1,32,128,256"
 BYTES_BATCHES = "32"
 
