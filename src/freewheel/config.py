@@ -16,10 +16,12 @@ class EngineConfig:
         max_num_batched_tokens: most rows of a step; longer prompts are cut into chunks.
         page_size: tokens in a page of the key-value cache.
         kv_cache_memory: bytes for the key-value cache; None: what ``max_num_seqs`` full sequences need, but at most a
-            third of the memory that is free.
+            third of the memory that is free, or on a CUDA device nine tenths of what a step of the most rows leaves.
         enable_prefix_caching: reuse the keys and values of beginnings that requests share.
         lookahead: steps that are launched before the results of an earlier one are read, so that the device does not
             wait for the host; None: 1 on CUDA devices, and 0 on CPUs, where there is nobody to wait for.
+        fused: let kernels do what they can in place of torch's operations; None: on CUDA devices, which they are for.
+        graphs: launch decode steps as CUDA graphs; None: wherever there are such kernels and graphs.
         draw: how tokens are drawn; see :mod:`freewheel.sampling.draw`.
         seed: makes requests without a seed of their own repeatable, in the order in which they are added; a signed
             64-bit integer. With ``draw="multinomial"`` there are no seeds, here or in requests.
@@ -35,6 +37,8 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     enable_prefix_caching: bool = True
     lookahead: int | None = None
+    fused: bool | None = None
+    graphs: bool | None = None
     draw: Draw = "two_level"
     seed: int | None = None
 
@@ -54,6 +58,11 @@ class EngineConfig:
             raise ValueError(f"lookahead must be an integer from 0 to 8 or None, not {ahead!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching must be True or False, not {self.enable_prefix_caching!r}")
+        for name in ("fused", "graphs"):
+            if getattr(self, name) not in (None, True, False):
+                raise ValueError(f"{name} must be True, False or None, not {getattr(self, name)!r}")
+        if self.graphs and self.fused is False:
+            raise ValueError("graphs must not be True with fused=False: torch's operations are not captured")
         if self.draw not in ("two_level", "gumbel", "multinomial"):
             raise ValueError(f"draw must be 'two_level', 'gumbel' or 'multinomial', not {self.draw!r}")
         if self.seed is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from freewheel.config import Draw, EngineConfig
 from freewheel.engine.build import build_engine
+from freewheel.engine.engine import Engine
 from freewheel.engine.inputs import Prompt, TokensPrompt, make_request
 from freewheel.engine.outputs import Reply, RequestOutput
 from freewheel.interrupts import held_interrupts
@@ -34,7 +35,7 @@ class LLM:
         dtype: "auto" keeps quantised weights small; "float32" is the exact mode; or "bfloat16", "float16".
         device: where it runs: "cpu", "cuda" or "cuda:N".
         max_model_len, max_num_seqs, max_num_batched_tokens, page_size, kv_cache_memory, enable_prefix_caching,
-            lookahead, draw, seed: see :class:`freewheel.config.EngineConfig`.
+            lookahead, fused, graphs, draw, seed: see :class:`freewheel.config.EngineConfig`.
 
     Attributes:
         tokenizer: the model's tokenizer and chat template.
@@ -59,6 +60,8 @@ class LLM:
         kv_cache_memory: int | None = None,
         enable_prefix_caching: bool = True,
         lookahead: int | None = None,
+        fused: bool | None = None,
+        graphs: bool | None = None,
         draw: Draw = "two_level",
         seed: int | None = None,
     ) -> None:
@@ -70,6 +73,8 @@ class LLM:
             kv_cache_memory=kv_cache_memory,
             enable_prefix_caching=enable_prefix_caching,
             lookahead=lookahead,
+            fused=fused,
+            graphs=graphs,
             draw=draw,
             seed=seed,
         )
@@ -77,6 +82,7 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         self.weight_bytes = loaded.decoder.weight_bytes
         self._engine = build_engine(loaded, config)
+        _prepare(self._engine)
         self.max_model_len = self._engine.max_model_len
         self._replies: dict[str, Reply] = {}
         self._abandoned: list[str] = []
@@ -303,3 +309,14 @@ def _spread(name: str, value: Value | Sequence[Value], length: int) -> Sequence[
     if len(value) != length:
         raise ValueError(f"{name} has {len(value)} entries for {length} prompts")
     return value
+
+
+def _prepare(engine: Engine) -> None:
+    """Do before the first request what would hold it up, with a progress bar where there is a terminal."""
+    if steps := engine.preparations():
+        from tqdm import tqdm
+
+        with tqdm(steps, desc="Preparing", dynamic_ncols=True, disable=None) as bar:
+            for name, prepare in bar:
+                bar.set_postfix_str(name)
+                prepare()

@@ -1,6 +1,7 @@
 """An engine whose steps are run by kernels gives the answers of one whose steps are run by torch."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,24 @@ def requests() -> list[Request]:
     ]
 
 
-def test_cuda_devices_get_this_runner() -> None:
-    assert runner_for("cuda") is DeviceRunner
-    assert runner_for("cpu") is Runner
+def test_cuda_devices_get_this_runner_unless_kernels_are_not_wanted() -> None:
+    given = runner_for(EngineConfig(graphs=False), "cuda")
+    assert isinstance(given, partial)
+    assert (given.func, given.keywords) == (DeviceRunner, {"graphs": False})
+    assert runner_for(EngineConfig(fused=False), "cuda") is Runner
+    assert runner_for(EngineConfig(), "cpu") is Runner
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_answers_are_those_of_torch(tiny_model: Path, lookahead: int) -> None:
     expected = run(make_engine(tiny_model, "cpu", Runner), requests())
-    got = run(make_engine(tiny_model, DEVICE, DeviceRunner, lookahead), requests())
+    engine = make_engine(tiny_model, DEVICE, DeviceRunner, lookahead)
+    names = []
+    for name, prepare in engine.preparations():
+        prepare()
+        names.append(name)
+    assert names == ["prompts", *(f"steps of up to {rows} rows" for rows in (4, 2, 1))]
+    got = run(engine, requests())
     assert {key: one.tokens for key, one in got.items()} == {key: one.tokens for key, one in expected.items()}
     for key, one in expected.items():
         assert got[key].finish_reason is one.finish_reason

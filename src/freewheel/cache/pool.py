@@ -23,7 +23,9 @@ class PoolSize(NamedTuple):
     max_model_len: int
 
 
-def size_pool(config: EngineConfig, *, context_length: int, bytes_per_token: int, available: int) -> PoolSize:
+def size_pool(
+    config: EngineConfig, *, context_length: int, bytes_per_token: int, available: int, share: float = 1 / 3
+) -> PoolSize:
     """Choose the number of pages, so that at least one sequence of the greatest length fits, and all slots beside them.
 
     Args:
@@ -31,6 +33,7 @@ def size_pool(config: EngineConfig, *, context_length: int, bytes_per_token: int
         context_length: tokens that the model can attend to.
         bytes_per_token: keys and values of all layers.
         available: bytes that are free.
+        share: how much of them the cache may take where the configuration does not say.
 
     Raises:
         ValueError: the request cannot be met; the message gives the numbers.
@@ -45,8 +48,8 @@ def size_pool(config: EngineConfig, *, context_length: int, bytes_per_token: int
         if memory > available:
             raise ValueError(f"kv_cache_memory asks for {_gib(memory)}, {_gib(available)} are free")
     else:
-        memory = min(config.max_num_seqs * pages_each * page_bytes, available // 3)
-        source = "a third of the free memory"
+        memory = min(config.max_num_seqs * pages_each * page_bytes, int(available * share))
+        source = f"{share:.0%} of the free memory"
     num_pages = memory // page_bytes
     if num_pages < pages_each:
         if config.max_model_len is not None or num_pages == 0:

@@ -1,6 +1,7 @@
 """An engine for a loaded model."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +19,25 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
     """Size and allocate the key-value cache, and put the engine together.
 
     Raises:
-        ValueError: the cache cannot be as the configuration asks; the message gives the numbers.
+        ValueError: the cache cannot be as the configuration asks, and the message gives the numbers; or the device has
+            no kernels, but the configuration asks for them.
     """
     spec, decoder = model.spec, model.decoder
+    cuda = decoder.device.type == "cuda"
+    fused = cuda if config.fused is None else config.fused
+    if fused and not cuda:
+        raise ValueError(f"fused must not be True on device {str(decoder.device)!r}: the kernels are for CUDA devices")
+    available = available_memory(decoder.device)
+    if fused:
+        from freewheel.engine.device_runner import working_memory  # only here: it imports Triton
+
+        available = max(0, available - working_memory(decoder, config))
     size = size_pool(
         config,
         context_length=spec.max_positions,
         bytes_per_token=kv_bytes_per_token(spec, decoder.dtype),
-        available=available_memory(decoder.device),
+        available=available,
+        share=0.9 if cuda else 1 / 3,
     )
     shape = kv_cache_shape(spec, size.num_pages, config.page_size)
     # Not initialised: a page takes memory when it is first used.
@@ -38,14 +50,14 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
         vocab_size=spec.vocab_size,
         valid_vocab_size=model.tokenizer.vocab_size,
         eos_token_ids=model.tokenizer.eos_token_ids,
-        runner=runner_for(decoder.device.type),
+        runner=runner_for(config, decoder.device.type),
     )
 
 
-def runner_for(device: str) -> Callable[[Any, KVPool, Sampler], Runner]:
+def runner_for(config: EngineConfig, device: str) -> Callable[[Any, KVPool, Sampler], Runner]:
     """What runs the steps on this type of device."""
-    if device != "cuda":
+    if not (device == "cuda" if config.fused is None else config.fused):
         return Runner
     from freewheel.engine.device_runner import DeviceRunner  # only here: it imports Triton
 
-    return DeviceRunner
+    return partial(DeviceRunner, graphs=config.graphs)

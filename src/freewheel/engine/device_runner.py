@@ -6,18 +6,21 @@ sequences in slots demand. All that they depend on, slots, positions, tokens, pa
 device: for a batch that stays as it is nothing is uploaded. Rows of prefill chunks are launched one kernel at a time.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from freewheel.cache.pool import KVPool
+from freewheel.config import EngineConfig
+from freewheel.engine.engine import MAX_SCORED_ROWS
 from freewheel.engine.runner import InFlight, Launched, Runner, Span, StepResult
 from freewheel.engine.scheduler import pages_for
-from freewheel.models.decoder import Decoder
+from freewheel.models.decoder import Decoder, kv_cache_shape
 from freewheel.models.fused_decoder import FusedDecoder, Rows
 from freewheel.ops.attention_gpu import plan_tiles
 from freewheel.sampling import Sampler, SampleRows, Samples
@@ -81,6 +84,32 @@ class DeviceRunner(Runner):
         self._spare_slot = slots
         self._graphs = pool.device.type == "cuda" if graphs is None else graphs
         self._steps: dict[int, _Step] = {}
+
+    def preparations(self) -> list[tuple[str, Callable[[], None]]]:
+        """Compiling kernels and capturing graphs, the largest first: what it leaves serves the others."""
+        most = next((bucket for bucket in BUCKETS if bucket >= self._spare_slot), BUCKETS[-1])
+        steps = [
+            (f"steps of up to {rows} rows", partial(self._rehearse, rows)) for rows in reversed(BUCKETS) if rows <= most
+        ]
+        return [("prompts", self._rehearse_prompt), *steps]
+
+    @torch.inference_mode()
+    def _rehearse_prompt(self) -> None:
+        self._fused(*idle_chunk(self._fused, 2, 1))
+        self._wait()
+
+    @torch.inference_mode()
+    def _rehearse(self, rows: int) -> None:
+        step = self._step(rows)
+        if self._graphs:
+            self._captured_draw(step)
+        else:
+            self._fused(step.rows)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     @torch.inference_mode()
     def launch(self, spans: Sequence[Span]) -> InFlight:
@@ -193,6 +222,32 @@ class DeviceRunner(Runner):
     def _pinned(self, numbers: Tensor) -> Tensor:
         """In memory from where a copy to the device does not wait for what the device has yet to do."""
         return numbers.pin_memory() if self._device.type == "cuda" else numbers
+
+
+def idle_chunk(fused: FusedDecoder, rows: int, logit_rows: int) -> tuple[Rows, Tensor]:
+    """A prompt of so many rows that leaves no trace."""
+    device = fused.device
+    slots, positions = torch.full((rows,), -1, device=device), torch.arange(rows, device=device)
+    tiles = plan_tiles([rows], [-1], fused.tile_rows).to(device)
+    return Rows(slots, positions, tiles), torch.arange(logit_rows, device=device)
+
+
+@torch.inference_mode()
+def working_memory(decoder: Decoder, config: EngineConfig) -> int:
+    """Bytes that steps take on a CUDA device besides the cache: of the largest one, measured, and of graphs' logits."""
+    device = decoder.device
+    history = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    caches = [torch.zeros(kv_cache_shape(decoder.spec, 1, 1), dtype=decoder.dtype, device=device)]
+    fused = FusedDecoder(decoder, history, history.int(), caches * decoder.spec.num_layers)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    rows = config.max_num_batched_tokens
+    fused(*idle_chunk(fused, rows, min(rows, config.max_num_seqs + MAX_SCORED_ROWS)))
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()  # for the pool to have it
+    return peak + sum(BUCKETS) * decoder.spec.vocab_size * decoder.dtype.itemsize
 
 
 class Parts:

@@ -75,6 +75,7 @@ class Engine:
             max_model_len,
             valid_vocab_size=valid_vocab_size,
             device=pool.device,
+            fused=config.fused,
         )
         self._runner = runner(decoder, pool, Sampler(self._state, draw=config.draw))
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -88,6 +89,10 @@ class Engine:
         default = 1 if pool.device.type == "cuda" else 0
         self._lookahead = default if config.lookahead is None else config.lookahead
         self.preemptions = 0
+
+    def preparations(self) -> list[tuple[str, Callable[[], None]]]:
+        """What can be done before the first request comes, with its name; else it is done when first needed."""
+        return self._runner.preparations()
 
     @property
     def has_unfinished(self) -> bool:

@@ -4,7 +4,7 @@ The sampling state owns tokens and the pool owns page tables, both by slot. So a
 positions: key-value places and pages are looked up on the host, tokens where their tensor is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
@@ -127,6 +127,10 @@ class Runner:
         self._pool = pool
         self._sampler = sampler
         self._device = pool.device
+
+    def preparations(self) -> list[tuple[str, Callable[[], None]]]:
+        """See :meth:`Engine.preparations`."""
+        return []
 
     @torch.inference_mode()
     def launch(self, spans: Sequence[Span]) -> InFlight:

@@ -95,6 +95,7 @@ class FusedDecoder:
             raise ModelError("quantised weights have to be expanded for this device: choose another dtype than auto")
         self.spec = decoder.spec
         self.dtype = decoder.dtype
+        self.device = decoder.device
         self.vocab_size = decoder.spec.vocab_size
         self._history = history
         self._page_table = page_table
