@@ -28,7 +28,7 @@ for part in "${@:-tests}"; do
     case $part in
     tests)
         workers=""
-        python3 -c "import xdist" 2>/dev/null && workers="-n 8"
+        python3 -c "import xdist" 2>/dev/null && workers="-n 14"
         # Whatever has kernels: what is interpreted elsewhere runs for real here.
         python3 -m pytest -q --tb=short -p no:cacheprovider $workers $(grep -rlE --include='test_*.py' "mark.gpu|importorskip\(.triton|fused: bool" tests) \
             >"$OUT/tests.log" 2>&1 || failed=1
@@ -46,9 +46,9 @@ for part in "${@:-tests}"; do
         bench softmax --softmax
         ;;
     decode)
-        python3 -m freewheel bench decode --device cuda --shape qwen3-0.6b --systems freewheel,transformers \
-            --json "$OUT/decode.json" --plot "$OUT/decode.png" --trace "$OUT/decode-trace.json.gz" \
-            >"$OUT/decode.log" 2>&1 || failed=1
+        python3 -m freewheel bench decode --device cuda --shape qwen3-0.6b --systems freewheel,transformers --batch 1,32,128 \
+            --temperature 0.8 --top-k 50 --top-p 0.95 --json "$OUT/decode.json" --plot "$OUT/decode.png" \
+            --trace "$OUT/decode-trace.json.gz" >"$OUT/decode.log" 2>&1 || failed=1
         ;;
     bytes)
         bench bytes --bytes --vocab 151936

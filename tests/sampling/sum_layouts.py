@@ -77,7 +77,8 @@ def launches(asked: list[SamplingParams], masked: bool, draw: str, dtype: torch.
     slots, zeros = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
     masks = (torch.zeros(1, -(-vocab // 32), dtype=torch.int32), zeros) if masked else (None, None)
     recorder = Recorder(state, draw)
-    recorder.sample(torch.empty(rows, vocab, dtype=dtype), slots, zeros + 2, *masks)
+    results = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.uint8)
+    recorder.sample(torch.empty(rows, vocab, dtype=dtype), slots, zeros + 2, *masks, *results)
     return recorder.launches
 
 

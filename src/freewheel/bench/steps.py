@@ -23,7 +23,7 @@ COPIES = ("Memcpy", "Memset")  # how the profiler's names of copies and fills be
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What the device did in some steps in the middle of decoding.
+    """What the device did in some early steps of decoding.
 
     Attributes:
         batch: sequences that decode.
@@ -118,7 +118,7 @@ def host_seconds(system: FreewheelEngine, prompts: Sequence[list[int]], output: 
 
 
 def profile_steps(system: FreewheelEngine, prompts: Sequence[list[int]], output: int) -> StepProfile | None:
-    """Steps in the middle of decoding, or None if ``output`` tokens leave none in which all prompts decode.
+    """Early steps of decoding, or None if ``output`` tokens leave none in which all prompts decode.
 
     To be used after all timings: the profiler's hooks stay in the process.
     """
@@ -151,7 +151,7 @@ def activities_of(events: Iterable[Any]) -> list[Activity]:
 
 
 def trace_steps(system: FreewheelEngine, prompts: Sequence[list[int]], output: int, path: Path) -> None:
-    """Write a Chrome trace of steps in the middle of decoding, host and device.
+    """Write a Chrome trace of early steps of decoding, host and device.
 
     Raises:
         ValueError: ``output`` tokens leave no step in which all prompts decode.

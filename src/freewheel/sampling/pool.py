@@ -4,6 +4,11 @@ import torch
 from torch import Tensor
 
 
+def upload(place: Tensor, values: Tensor) -> None:
+    """Copy values from the host without waiting for the device, which may read them after this returns."""
+    place.copy_(values.pin_memory() if place.is_cuda else values, non_blocking=True)
+
+
 class ListPool:
     """Per-slot lists packed into one tensor, each contiguous and in place until its slot drops it.
 
@@ -29,7 +34,7 @@ class ListPool:
             return 0
         start = self._allocate(len(values))
         self._ranges[slot] = (start, start + len(values))
-        self.entries[start : start + len(values)].copy_(values, non_blocking=True)
+        upload(self.entries[start : start + len(values)], values)
         self.starts[slot], self.lengths[slot] = start, len(values)
         return start
 

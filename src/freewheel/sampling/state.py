@@ -5,7 +5,7 @@ slot's places; a step only appends tokens. Nothing is rebuilt, and a slot that a
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import e, log2
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from freewheel.sampling import tables
 from freewheel.sampling.params import SamplingParams
-from freewheel.sampling.pool import ListPool
+from freewheel.sampling.pool import ListPool, upload
 from freewheel.sampling.tables import Tables
 
 RANDOM, TRUNCATED, NUCLEUS, EDITED, LOGPROBS, PROCESSED, DEMANDING = NEEDS = tuple(1 << bit for bit in range(7))
@@ -63,6 +63,9 @@ class SamplingState:
         max_length: longest sequence, prompt and output.
         settings: what the sequence of each slot asks.
         history: int64 [slots, max_length], the tokens of each sequence.
+
+    A state with tables keeps there what the kernels need, and none of what follows, which is for torch's operations:
+
         prompt_lengths: int64 [slots].
         repetition, frequency, presence: float32 [slots], the penalties.
         min_tokens: int64 [slots]; 0 for slots that have no id to hold back.
@@ -158,11 +161,7 @@ class SamplingState:
             raise ValueError(f"the prompt has an id outside the vocabulary of {self.vocab_size} tokens")
         self.leave(slot)
 
-        self.history[slot, : len(tokens)].copy_(tokens, non_blocking=True)
-        self.prompt_lengths[slot] = len(prompt_ids)
-        self.repetition[slot] = params.repetition_penalty
-        self.frequency[slot] = params.frequency_penalty
-        self.presence[slot] = params.presence_penalty
+        upload(self.history[slot, : len(tokens)], tokens)
         top_k = min(params.top_k or self.valid_vocab_size, self.valid_vocab_size)
         needs = 0
         if params.temperature > 0.0:
@@ -178,26 +177,16 @@ class SamplingState:
         if params.min_tokens:
             # An end id outside the vocabulary (some configurations say -1) can't be drawn anyway.
             ids = {token for token in (*end_ids, *params.stop_token_ids) if 0 <= token < self.valid_vocab_size}
-            self.held_back.put(slot, torch.tensor(sorted(ids), dtype=torch.int64))
             if ids:
-                self.min_tokens[slot] = params.min_tokens
                 edited_until = max(edited_until, len(prompt_ids) + params.min_tokens)
-        if params.allowed_token_ids:
-            self.allowed.put(slot, torch.tensor(params.allowed_token_ids, dtype=torch.int64))
-        if params.logit_bias:
-            bias = dict(params.logit_bias)
-            self.bias_ids.put(slot, torch.tensor(list(bias.keys()), dtype=torch.int64))
-            self.bias_values.put(slot, torch.tensor(list(bias.values()), dtype=torch.float32))
-        if bad_word_ids:
-            distances = [distance for word in bad_word_ids for distance in reversed(range(len(word)))]
-            self.bad_words.put(slot, torch.tensor([token for word in bad_word_ids for token in word]))
-            self.bad_word_distances.put(slot, torch.tensor(distances))
         if edited_until:
             needs |= EDITED
         if needs & ~RANDOM:
             needs |= DEMANDING
         count_row, columns = -1, {}
-        if self.tables is not None and edited_until:
+        if self.tables is None:
+            count_row = self._put(slot, params, tokens, len(prompt_ids), ids, bad_word_ids)
+        elif edited_until:
             columns = self.tables.edit(
                 slot,
                 allowed=params.allowed_token_ids,
@@ -207,9 +196,8 @@ class SamplingState:
                 held_back=ids,
                 bad_words=bad_word_ids,
             )
-        if params.uses_penalties:
-            count_row = columns[tables.EDIT_ROW] if columns else self._count(tokens[len(prompt_ids) :].to(self.device))
-            self.count_rows[slot] = count_row
+            if params.uses_penalties:
+                count_row = columns[tables.EDIT_ROW]
         self.settings[slot] = Settings(
             needs=needs,
             seed=seed,
@@ -246,6 +234,39 @@ class SamplingState:
                 },
             )
 
+    def _put(
+        self,
+        slot: int,
+        params: SamplingParams,
+        tokens: Tensor,
+        prompt_length: int,
+        held_back: Collection[int],
+        bad_word_ids: Sequence[Sequence[int]],
+    ) -> int:
+        """Note for torch's operations what the sequence asks; the row that counts its output, or -1."""
+        self.prompt_lengths[slot] = prompt_length
+        self.repetition[slot] = params.repetition_penalty
+        self.frequency[slot] = params.frequency_penalty
+        self.presence[slot] = params.presence_penalty
+        if held_back:
+            self.held_back.put(slot, torch.tensor(sorted(held_back), dtype=torch.int64))
+            self.min_tokens[slot] = params.min_tokens
+        if params.allowed_token_ids:
+            self.allowed.put(slot, torch.tensor(params.allowed_token_ids, dtype=torch.int64))
+        if params.logit_bias:
+            bias = dict(params.logit_bias)
+            self.bias_ids.put(slot, torch.tensor(list(bias.keys()), dtype=torch.int64))
+            self.bias_values.put(slot, torch.tensor(list(bias.values()), dtype=torch.float32))
+        if bad_word_ids:
+            distances = [distance for word in bad_word_ids for distance in reversed(range(len(word)))]
+            self.bad_words.put(slot, torch.tensor([token for word in bad_word_ids for token in word]))
+            self.bad_word_distances.put(slot, torch.tensor(distances))
+        if not params.uses_penalties:
+            return -1
+        count_row = self._count(tokens[prompt_length:].to(self.device))
+        self.count_rows[slot] = count_row
+        return count_row
+
     def asked(self, need: int) -> int:
         """How many sequences have this need."""
         return self._users[need]
@@ -273,17 +294,17 @@ class SamplingState:
 
     def leave(self, slot: int) -> None:
         """Give the slot back."""
-        pools = (self.allowed, self.held_back, self.bias_ids, self.bias_values, self.bad_words, self.bad_word_distances)
-        for pool in pools:
-            pool.drop(slot)
-        self.min_tokens[slot] = 0
         settings = self.settings[slot]
-        if settings.count_row >= 0:
-            if self.tables is None:
-                self._free_count_rows.append(settings.count_row)
-            self.count_rows[slot] = -1
         if self.tables is not None:
             self.tables.leave(slot)
+        else:
+            lists = self.allowed, self.held_back, self.bias_ids, self.bias_values
+            for pool in (*lists, self.bad_words, self.bad_word_distances):
+                pool.drop(slot)
+            self.min_tokens[slot] = 0
+            if settings.count_row >= 0:
+                self._free_count_rows.append(settings.count_row)
+                self.count_rows[slot] = -1
         self._users.subtract(need for need in NEEDS if settings.needs & need)
         self.settings[slot] = Settings()
 

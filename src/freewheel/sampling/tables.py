@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import torch
 
-from freewheel.sampling.pool import ListPool
+from freewheel.sampling.pool import ListPool, upload
 
 (
     SEED, NEEDS, EDITED_UNTIL, TEMPERATURE, TOP_K, TOP_P, MIN_P, PROMPT_LENGTH, MIN_TOKENS, REPETITION, FREQUENCY,
@@ -58,7 +58,7 @@ class Tables:
         row = np.zeros(COLUMNS, np.int64)
         row[list(integers)] = list(integers.values())
         row.view(np.float64)[list(reals)] = list(reals.values())
-        self.settings[slot].copy_(torch.from_numpy(row), non_blocking=True)
+        upload(self.settings[slot], torch.from_numpy(row))
 
     def edit(
         self,
@@ -99,9 +99,10 @@ class Tables:
         bits[RANKS] = in_words.cumsum() - in_words
 
         row = self._take_row(slot)
-        self.bits[row].copy_(torch.from_numpy(bits), non_blocking=True)
+        upload(self.bits[row], torch.from_numpy(bits))
         if seen is not None:
-            made = torch.tensor(output, dtype=torch.int64).to(self.device, non_blocking=True)
+            made = torch.empty(len(output), dtype=torch.int64, device=self.device)
+            upload(made, torch.tensor(output, dtype=torch.int64))
             self.counts[row].zero_().scatter_add_(0, made, torch.ones_like(made, dtype=torch.int32))
         kinds = (allowed is not None) * LIMITED | (seen is not None) * PENALISED
         columns = {EDIT_ROW: row, EDIT_KINDS: kinds, LISTED_COUNT: len(listed)}
