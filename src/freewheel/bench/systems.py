@@ -158,8 +158,10 @@ class FreewheelEngine:
         return [counts[str(number)] for number in range(len(prompts))]
 
     def start(self, prompts: Sequence[TokenIds], tokens: int) -> int:
-        """Begin, and stop soon after all prompts decode. Returns how many steps are sure to follow that bring each prompt a
-        token; what is left then has to be drained."""
+        """Begin, and stop soon after all prompts decode.
+
+        Returns how many steps are sure to follow that bring each a token; what is left then has to be drained.
+        """
         counts = self._add(prompts, tokens)
         while self.engine.has_unfinished and (len(counts) < len(prompts) or min(counts.values()) < SETTLED):
             self._step(counts)
