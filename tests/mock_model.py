@@ -113,6 +113,7 @@ class Collected:
 
     def add(self, output: StepOutput) -> None:
         assert self.finish_reason is None, "an output after the last one"
+        assert output.prompt_logprobs is None or self.prompt_logprobs is None, "prompt logprobs come once"
         self.tokens += output.token_ids
         self.logprobs += output.logprobs or []
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs

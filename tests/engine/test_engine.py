@@ -294,6 +294,13 @@ class TestPromptLogprobs:
         assert max(len(batch.logit_rows) for batch in decoder.batches) <= MAX_SCORED_ROWS + 7
         assert all(len(collected[f"r{i}", 0].prompt_logprobs or ()) == 100 for i in range(6))
 
+    def test_come_once_even_if_the_second_draw_fails(self) -> None:
+        engine, _ = make_engine()
+        request = make_request("a", [1, 2], prompt_logprobs=0, allowed_token_ids=[3], bad=((3, 3),))
+        (got,) = run(engine, [request]).values()
+        assert (got.tokens, got.finish_reason) == ([3], FinishReason.ERROR)
+        assert got.prompt_logprobs is not None
+
     def test_survives_a_preemption_in_mid_prompt(self) -> None:
         request = make_request("slow", list(range(30)), priority=1, prompt_logprobs=2, max_tokens=3, seed=1)
         engine, _ = make_engine(slots=1, budget=7)

@@ -397,7 +397,7 @@ class Engine:
                 self._share(sequence)
             if sequence.computed >= sequence.prompt_length:
                 self._release_followers(sequence)
-                if len(sequence.tokens) <= sequence.prompt_length + 1:
+                if len(sequence.tokens) - len(output.token_ids) == sequence.prompt_length:  # the first there is
                     output.prompt_logprobs = sequence.prompt_logprobs
                     output.cached_tokens = sequence.cached_tokens
             if output.finish_reason is not None:
