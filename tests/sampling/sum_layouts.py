@@ -33,12 +33,12 @@ PLAIN, DEMANDING = SamplingParams(), SamplingParams(top_p=0.9)
 EVERYTHING = SamplingParams(top_p=0.9, repetition_penalty=1.2, logprobs=3)
 # The rows, whether there are grammar masks, and the draw.
 BATCHES = [
-    ([DEMANDING], False, "two_level"),
-    ([EVERYTHING], True, "two_level"),
+    ([DEMANDING, PLAIN], False, "two_level"),
+    ([EVERYTHING, PLAIN], True, "two_level"),
     ([DEMANDING, *[PLAIN] * 8], False, "two_level"),
-    ([EVERYTHING] * 9, True, "two_level"),
-    ([DEMANDING] * 64, False, "two_level"),
-    ([EVERYTHING] * 64, True, "two_level"),
+    ([*[EVERYTHING] * 8, PLAIN], True, "two_level"),
+    ([*[DEMANDING] * 63, PLAIN], False, "two_level"),
+    ([*[EVERYTHING] * 63, PLAIN], True, "two_level"),
     ([DEMANDING], False, "gumbel"),
     ([DEMANDING] * 64, False, "gumbel"),
 ]

@@ -182,6 +182,15 @@ def test_log_probabilities_are_those_of_the_torch_path(mode: Literal["raw", "pro
     assert_same_logprobs(ours, theirs)
 
 
+def test_a_sequence_alone_is_drawn_for_after_its_demand_has_ended() -> None:
+    """No kernel for plain rows is launched where none can be: here one can."""
+    asked, logits = [SamplingParams(min_tokens=4)], torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5))
+    fused, plain = joined(asked), joined(asked, fused=False)
+    for position in range(8, 14):
+        tokens = [sample(state, logits, [0], position).tokens.tolist() for state in (fused, plain)]
+        assert tokens[0] == tokens[1]
+
+
 def test_more_candidates_than_a_short_list_holds_are_searched_exactly() -> None:
     asked = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=0.1) for t, k, p in ((1, 500, 0.9), (1e30, 1300, 1))]
     asked.append(SamplingParams(temperature=1e30, top_p=1e-3))

@@ -17,7 +17,7 @@ from freewheel.sampling import (
     truncation_kernels,
 )
 from freewheel.sampling.draw import ATTEMPTS, BLOCK
-from freewheel.sampling.state import DEMANDING, EDITED, LOGPROBS, NUCLEUS, TRUNCATED, SamplingState
+from freewheel.sampling.state import DEMANDING, EDITED, LOGPROBS, NUCLEUS, PLAIN, TRUNCATED, SamplingState
 
 driver: Any = triton.runtime.driver
 
@@ -82,10 +82,12 @@ class Described(NamedTuple):
 class Demand(NamedTuple):
     """What the sequences in slots may ask together; kernels and grids of a call follow from it and its rows.
 
-    ``demanding``, how many ask for more than a plain draw, is rounded up to a power of two, ``alternatives`` is -1
-    where none asks for log probabilities, and ``moves`` counts how often tables that grow have moved.
+    ``plain`` is whether a plain draw or the first of the largest may satisfy any. ``demanding``, how many ask for more,
+    is rounded up to a power of two, ``alternatives`` is -1 where none asks for log probabilities, and ``moves`` counts
+    how often tables that grow have moved.
     """
 
+    plain: bool
     demanding: int
     edits: bool
     truncated: bool
@@ -162,12 +164,12 @@ class FusedSampler:
     @property
     def demand(self) -> Demand:
         """What the sequences in slots ask now."""
-        demanding, edits, truncated, nucleus, logprobs = map(
-            self.state.asked, (DEMANDING, EDITED, TRUNCATED, NUCLEUS, LOGPROBS)
+        plain, demanding, edits, truncated, nucleus, logprobs = map(
+            self.state.asked, (PLAIN, DEMANDING, EDITED, TRUNCATED, NUCLEUS, LOGPROBS)
         )
         alternatives = max(asked.alternatives for asked in self.state.settings) if logprobs else -1
         demanding = power(demanding) if demanding else 0
-        return Demand(demanding, edits > 0, truncated > 0, nucleus > 0, alternatives, self.tables.moves)
+        return Demand(plain > 0, demanding, edits > 0, truncated > 0, nucleus > 0, alternatives, self.tables.moves)
 
     def sample(
         self,
@@ -181,7 +183,7 @@ class FusedSampler:
     ) -> Described | None:
         """Write tokens int64 [rows] and statuses uint8 [rows]; the log probabilities. See ``Sampler.sample``."""
         state, tables = self.state, self.tables
-        demanding, edits, truncated, nucleus, width, _ = self.demand
+        plain, demanding, edits, truncated, nucleus, width, _ = self.demand
         logprobs, masked = width >= 0, masks is not None
         rows, drawable = len(slots), state.valid_vocab_size
         described = self._room(rows, width) if logprobs else None
@@ -225,7 +227,7 @@ class FusedSampler:
             launch(draw_kernels.draw, grid, (tokens, statuses, rows, blocks), constants, warps, edits)
         if apart:
             self._draw_apart(launch, tokens, statuses, rows, changes)
-        else:
+        elif plain or not ahead:
             tile = 8 if rows < 8 else 32
             constants = tile, padded, ahead, masked, chained
             launch(draw_kernels.draw_plain, (-(-blocks // tile), rows), (tokens, statuses, blocks), constants, 4, ahead)

@@ -17,9 +17,9 @@ from freewheel.sampling.params import SamplingParams
 from freewheel.sampling.pool import ListPool, upload
 from freewheel.sampling.tables import Tables
 
-RANDOM, TRUNCATED, NUCLEUS, EDITED, LOGPROBS, PROCESSED, DEMANDING = NEEDS = tuple(1 << bit for bit in range(7))
+RANDOM, TRUNCATED, NUCLEUS, EDITED, LOGPROBS, PROCESSED, DEMANDING, PLAIN = NEEDS = tuple(1 << bit for bit in range(8))
 """What a slot needs: a draw, from what top-k, top-p or min-p leave, a nucleus of the whole vocabulary; masks, bias or
-penalties; log probabilities, taken after all changes; anything but a draw."""
+penalties; log probabilities, taken after all changes; anything but a draw; nothing else, now or once its edits end."""
 
 ALWAYS = torch.iinfo(torch.int64).max
 
@@ -183,6 +183,8 @@ class SamplingState:
             needs |= EDITED
         if needs & ~RANDOM:
             needs |= DEMANDING
+        if not needs & (TRUNCATED | LOGPROBS) and edited_until < ALWAYS:
+            needs |= PLAIN
         count_row, columns = -1, {}
         if self.tables is None:
             count_row = self._put(slot, params, tokens, len(prompt_ids), ids, bad_word_ids)
