@@ -13,7 +13,8 @@ class EngineConfig:
     Attributes:
         max_model_len: most tokens of a sequence, prompt and output; None: the model's context, or what the cache holds.
         max_num_seqs: most sequences that run at once (slots).
-        max_num_batched_tokens: most rows of a step; longer prompts are cut into chunks.
+        max_num_batched_tokens: most rows of a step; longer prompts are cut into chunks. None: 512 on CPUs, and 8,192 on
+            CUDA devices, which can do more at once; or as many as there are slots.
         page_size: tokens in a page of the key-value cache.
         kv_cache_memory: bytes for the key-value cache; None: what ``max_num_seqs`` full sequences need, but at most a
             third of the memory that is free, or on a CUDA device nine tenths of what a step of the most rows leaves.
@@ -32,7 +33,7 @@ class EngineConfig:
 
     max_model_len: int | None = None
     max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     page_size: int = 16
     kv_cache_memory: int | None = None
     enable_prefix_caching: bool = True
@@ -43,12 +44,12 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+        for name in ("max_num_seqs", "page_size"):
             _check_count(name, getattr(self, name))
-        for name in ("max_model_len", "kv_cache_memory"):
+        for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}), so that every running sequence can advance in a step"
@@ -70,6 +71,12 @@ class EngineConfig:
                 raise ValueError("seed must be a signed 64-bit integer or None")
             if self.draw == "multinomial":
                 raise ValueError("seed must be None with draw='multinomial', which cannot be repeated")
+
+    def most_rows(self, device: str) -> int:
+        """Of a step on this type of device."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(8192 if device == "cuda" else 512, self.max_num_seqs)
 
 
 def _check_count(name: str, value: object) -> None:

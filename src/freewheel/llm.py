@@ -55,7 +55,7 @@ class LLM:
         device: "str | torch.device" = "cpu",
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int | None = None,
         page_size: int = 16,
         kv_cache_memory: int | None = None,
         enable_prefix_caching: bool = True,

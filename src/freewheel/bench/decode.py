@@ -31,7 +31,6 @@ from freewheel.bench.systems import ON_CPU, SYSTEMS, Freewheel, FreewheelEngine,
 
 SHORT = 1
 RESULT = "result: "  # marks a measuring process's lines among what the systems print
-ROWS = 8192  # of a step at most, on CUDA devices: so many prompt tokens keep one busy
 
 
 @dataclass(frozen=True)
@@ -205,11 +204,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("options of this engine")
     engine.add_argument("--draw", help="two_level, gumbel or multinomial (default: two_level)")
     engine.add_argument("--lookahead", type=int, metavar="N", help="steps launched ahead (default: the engine's)")
+    for name, text in (
+        ("fused", "let kernels compute, or torch's operations (default: kernels on CUDA devices)"),
+        ("graphs", "launch steps as CUDA graphs, or kernel by kernel (default: graphs where there are kernels)"),
+    ):
+        engine.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
     engine.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        metavar="N",
-        help=f"most rows of a step (default: the engine's, on CUDA devices {ROWS}; and at least the batch)",
+        "--max-num-batched-tokens", type=int, metavar="N", help="most rows of a step (default: the engine's)"
     )
     engine.add_argument("--kv-cache-memory", type=int, metavar="BYTES", help="for keys and values (default: as needed)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE")
@@ -233,7 +234,7 @@ def run(args: argparse.Namespace) -> None:
 
         model = str(resolve(name))
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    engine = _engine_options(args, cuda, max(batches))
+    engine = _engine_options(args, max(batches))
     bandwidth = device_bandwidth(args.device) if cuda else machine.read_bandwidth()
     print(f"machine    {machine.describe()}")
     if cuda:
@@ -452,17 +453,16 @@ def _default_dtype(system: str, cuda: bool, random: bool) -> str:
     return "bfloat16" if cuda else "float32"
 
 
-def _engine_options(args: argparse.Namespace, cuda: bool, batch: int) -> dict[str, Any]:
-    """Fields of the engine's configuration: what was given, and as many rows as the batch needs.
+def _engine_options(args: argparse.Namespace, batch: int) -> dict[str, Any]:
+    """Fields of the engine's configuration: what was given.
 
     Raises:
         ValueError: naming the field.
     """
     from freewheel.config import EngineConfig
 
-    given = {name: getattr(args, name) for name in ("draw", "lookahead", "max_num_batched_tokens", "kv_cache_memory")}
-    options = {name: value for name, value in given.items() if value is not None}
-    options.setdefault("max_num_batched_tokens", max(batch, ROWS if cuda else EngineConfig.max_num_batched_tokens))
+    names = "draw", "lookahead", "fused", "graphs", "max_num_batched_tokens", "kv_cache_memory"
+    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     EngineConfig(max_num_seqs=batch, **options)
     return options
 

@@ -242,7 +242,7 @@ def working_memory(decoder: Decoder, config: EngineConfig) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    rows = config.max_num_batched_tokens
+    rows = config.most_rows(device.type)
     fused(*idle_chunk(fused, rows, min(rows, config.max_num_seqs + MAX_SCORED_ROWS)))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before

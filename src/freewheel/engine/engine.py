@@ -88,6 +88,7 @@ class Engine:
         self._flights: deque[tuple[list[_Row], InFlight]] = deque()
         default = 1 if pool.device.type == "cuda" else 0
         self._lookahead = default if config.lookahead is None else config.lookahead
+        self._most_rows = config.most_rows(pool.device.type)
         self.preemptions = 0
 
     def preparations(self) -> list[tuple[str, Callable[[], None]]]:
@@ -240,7 +241,7 @@ class Engine:
             offers: dict[int, _Offer] = {}
             running = [self._entry(sequence) for sequence in self._running.values()]
             capacity = Capacity(
-                self.config.max_num_batched_tokens,
+                self._most_rows,
                 len(self._slots),
                 self._cache.available,
                 self._pool.page_size,
