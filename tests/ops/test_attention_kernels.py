@@ -39,8 +39,8 @@ from freewheel.ops import attention_gpu, attention_kernels
 
 types = {
     "partials": attention_gpu.Partials("*fp32", "*fp32", "*fp32"), "qkv": "*fp32", "norm_weight": "*fp32",
-    "frequencies": "*fp32", "cache": "*bf16", "page_table": "*i32", "slots": "*i64", "positions": "*i64",
-    "places": "*i64", "queries": "*bf16", "tiles": "*i32", "ancestors": "*i64", "out": "*bf16", "factor": "fp32",
+    "rotations": "*fp32", "cache": "*bf16", "page_table": "*i32", "slots": "*i64", "positions": "*i64",
+    "places": "*i64", "queries": "*bf16", "tiles": "*i32", "ancestors": "*i64", "out": "*bf16",
     "eps": "fp32", "scale": "fp32",
 }
 shape = {"HEADS": 6, "KV_HEADS": 2, "HEAD_DIM": 80, "DIM": 128, "PAGE_SIZE": 16, "WINDOW": 0, "CAP": 0.0,
@@ -69,8 +69,7 @@ def make_layer(
 ) -> LayerAttention:
     weight = torch.randn(heads + kv_heads, head_dim, device=DEVICE) if norm else None
     scale = 1.5 * head_dim**-0.5
-    frequencies = Rope(100.0).frequencies(head_dim).to(DEVICE)
-    return LayerAttention(heads, kv_heads, head_dim, scale, frequencies, 1.1, norm_weight=weight, eps=1e-5, **options)
+    return LayerAttention(heads, kv_heads, head_dim, scale, norm_weight=weight, eps=1e-5, **options)
 
 
 class Step:
@@ -117,7 +116,9 @@ class Step:
             self.positions = self.places[0] + self.sees[0].sum(1) - 1
         bits = [(sees.long() << torch.arange(len(sees))).sum(1) for sees in self.sees if len(sees) < 64]
         self.ancestors = torch.cat(bits) if len(bits) == len(counts) else torch.full((rows,), -1)
-        for name in ("table", "cache", "qkv", "places", "slots", "positions", "ancestors"):
+        frequencies = Rope(100.0).frequencies(layer.head_dim)
+        self.rotations = torch.view_as_real(rotation(self.positions, frequencies, 1.1))[:, 0].contiguous()
+        for name in ("table", "cache", "qkv", "places", "slots", "positions", "rotations", "ancestors"):
             setattr(self, name, getattr(self, name).to(DEVICE))
 
     def entries(self, slot: int, places: Tensor) -> Tensor:
@@ -132,9 +133,8 @@ class Step:
         if layer.norm_weight is not None:
             mean = query_key.square().mean(-1, keepdim=True)
             query_key = query_key / (mean + layer.eps).sqrt() * layer.norm_weight.double()
-        angles = (self.positions[:, None] * layer.frequencies).double()[:, None]
         turned = torch.view_as_complex(query_key.unflatten(-1, (-1, 2)).contiguous())
-        turned = torch.view_as_real(turned * torch.polar(angles.new_full((), layer.attention_factor), angles))
+        turned = torch.view_as_real(turned * torch.view_as_complex(self.rotations.double())[:, None])
         query, key = turned.flatten(2).split([heads, layer.kv_heads], 1)
         new = torch.stack([key, value]).transpose(1, 2).to(self.dtype)  # [2, kv_heads, rows, head_dim]
         cache, attended = self.cache.clone(), torch.zeros_like(query)
@@ -167,18 +167,18 @@ class Step:
 
     def decode(self, splits: int = SPLITS, rows: slice = slice(None), **options: Any) -> Tensor:
         self.cache_before = self.cache.clone()
-        qkv, slots, positions = self.qkv[rows], self.slots[rows], self.positions[rows]
+        qkv, slots, positions, rotations = self.qkv[rows], self.slots[rows], self.positions[rows], self.rotations[rows]
         out = torch.full((len(qkv), self.layer.heads * self.layer.head_dim), torch.nan, device=DEVICE)
         partials = poisoned(make_partials(len(qkv), self.layer, splits, DEVICE)) if splits else None
         options = {"tile": TILE, **options}
-        attend_decode(self.layer, qkv, self.cache, self.table, slots, positions, partials or out, **options)
+        attend_decode(self.layer, qkv, rotations, self.cache, self.table, slots, positions, partials or out, **options)
         return combine(self.layer, partials, positions, out, tile=options["tile"]) if partials else out
 
     def store(self) -> Tensor:
         self.cache_before = self.cache.clone()
         queries = torch.full((len(self.qkv), self.layer.heads, self.layer.head_dim), torch.nan, device=DEVICE)
         return rotate_and_store(
-            self.layer, self.qkv, self.cache, self.table, self.slots, self.positions, queries, places=self.places
+            self.layer, self.qkv, self.rotations, self.cache, self.table, self.slots, self.places, queries
         )
 
     def chunks(
@@ -285,13 +285,12 @@ def test_rows_are_rotated_and_stored(heads: tuple[int, int, int], norm: bool) ->
     step.assert_cache(cache)
 
 
-def test_rotation_equals_the_torch_path_at_far_positions() -> None:
+def test_rows_are_rotated_as_by_the_torch_path() -> None:
     layer = make_layer(2, 1)
     step = Step(layer, [1], [3])
-    step.positions = torch.tensor([4095, 131_071, 1_000_003], device=DEVICE)
     assert layer.norm_weight is not None
     query_key = RMSNorm(layer.norm_weight, layer.eps)(step.qkv.view(3, -1, 64)[:, :3].contiguous())
-    expected = rotate_(query_key, rotation(step.positions, layer.frequencies, layer.attention_factor))
+    expected = rotate_(query_key, torch.view_as_complex(step.rotations)[:, None])
     torch.testing.assert_close(step.store(), expected[:, :2], atol=2e-5, rtol=2e-5)
 
 
@@ -360,7 +359,7 @@ def test_splits_occupy_the_processors() -> None:
     assert [default_splits(rows, 8) for rows in (1, 2, 4, 8, 16, 32, 256)] == [16, 8, 4, 2, 1, 1, 1]
 
 
-@pytest.mark.parametrize("wrong", ["columns", "stride", "weight"])
+@pytest.mark.parametrize("wrong", ["columns", "stride", "weight", "rotations"])
 def test_what_the_kernels_cannot_read_is_refused(wrong: str) -> None:
     layer = make_layer()
     step = Step(layer, [3])
@@ -368,9 +367,10 @@ def test_what_the_kernels_cannot_read_is_refused(wrong: str) -> None:
         step.qkv = step.qkv[:, 1:].contiguous()
     elif wrong == "stride":
         step.qkv = step.qkv.repeat(3, 1)[:, ::2].repeat(1, 2)[:, : layer.columns].mT.contiguous().mT
+    elif wrong == "weight":
+        step.layer = LayerAttention(4, 2, 64, 1.0, norm_weight=torch.ones(6, 64, dtype=torch.bfloat16))
     else:
-        weight = torch.ones(6, 64, dtype=torch.bfloat16)
-        step.layer = LayerAttention(4, 2, 64, 1.0, layer.frequencies, norm_weight=weight)
+        step.rotations = step.rotations.double()
     with pytest.raises(ValueError, match="must be"):
         step.decode()
 
@@ -439,10 +439,11 @@ def test_a_graph_of_chained_launches_serves_changing_rows() -> None:
     expected = step.decode(16, tile=None)
     partials = make_partials(4, layer, 16, DEVICE)
     slots, positions = torch.full_like(step.slots, -1), torch.zeros_like(step.positions)
-    qkv, out = torch.zeros_like(step.qkv), torch.zeros(4, 16 * 128, device=DEVICE)
+    qkv, rotations = torch.zeros_like(step.qkv), torch.zeros_like(step.rotations)
+    out = torch.zeros(4, 16 * 128, device=DEVICE)
 
     def launch() -> None:
-        attend_decode(layer, qkv, step.cache, step.table, slots, positions, partials, chained=True)
+        attend_decode(layer, qkv, rotations, step.cache, step.table, slots, positions, partials, chained=True)
         combine(layer, partials, positions, out, chained=True)
 
     launch()
@@ -455,5 +456,6 @@ def test_a_graph_of_chained_launches_serves_changing_rows() -> None:
     slots.copy_(step.slots)
     positions.copy_(step.positions)
     qkv.copy_(step.qkv)
+    rotations.copy_(step.rotations)
     graph.replay()
     assert torch.equal(out, expected)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from freewheel.ops.activation import gated as gated_reference
+from freewheel.ops.rope import Rope, rotation
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
 
@@ -36,12 +37,14 @@ from triton.compiler import ASTSource, compile
 from freewheel.ops import product_kernels as kernels
 
 types = {name: "*fp32" for name in "y norm bias peaks sums stream delta_norm attended x".split()}
+types |= {name: "*fp32" for name in "frequencies factors rotations".split()}
 types |= {name: "*bf16" for name in "weight table out delta gate_up".split()}
 types |= {name: "*i64" for name in "history slots positions".split()}
 types |= {name: "fp32" for name in "eps cap scale".split()}
 plain = {"peaks": None, "sums": None, "positions": None, "ACTIVATION": None, "ADD": False, "SPLITS": None}
 plain |= {"HEAD_DIM": None, "TILE": 64, "WINDOW": None}
 everything = {"CHAINED": True, "INPUTS": 320, "OUTPUTS": 4, "COLUMNS": 256, "AHEAD": 1, "SPLITS": 4, "HEAD_DIM": 64}
+everything |= {"ROPES": 2, "PAIRS": 40, "PADDED": 64}
 for name, constants in [
     ("product", plain | {"ROWS": 1, "norm": None, "bias": None, "cap": None, "ADD": True}),
     ("product", plain | {"ROWS": 3, "ACTIVATION": "gelu_tanh"}),
@@ -200,7 +203,7 @@ def test_rows_do_not_see_each_other(tile: Tile) -> None:
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize(("heads", "splits", "head_dim"), [(3, 1, 16), (5, 8, 32)])
 def test_products_of_attention_in_splits(heads: int, splits: int, head_dim: int, window: int | None) -> None:
-    layer = LayerAttention(heads, 1, head_dim, 1.0, random(head_dim // 2), window=window)
+    layer = LayerAttention(heads, 1, head_dim, 1.0, window=window)
     given, positions, attention = partials(layer, MOST_ROWS, splits)
     weight, stream = random(6, heads * head_dim), random(MOST_ROWS, 6)
     for tile in (None, Tile(4, head_dim, 1, 4)):
@@ -217,11 +220,28 @@ def test_products_of_attention_in_splits(heads: int, splits: int, head_dim: int,
 def test_embeddings(dtype: torch.dtype) -> None:
     table, history = random(50, 24, dtype=dtype), torch.randint(50, (3, 9), device=DEVICE)
     slots, positions = torch.tensor([2, -1, 0, 2], device=DEVICE), torch.tensor([8, -7, 0, 1], device=DEVICE)
-    stream = torch.full((4, 24), torch.nan, device=DEVICE)
-    products.embed(stream, table, history, slots, positions, 24**0.5)
+    ropes = [Rope(1e4), Rope(1e6)]
+    frequencies = torch.stack([rope.frequencies(24) for rope in ropes]).to(DEVICE)
+    stream, rotations = torch.full((4, 24), torch.nan, device=DEVICE), torch.empty(2, 4, 12, 2, device=DEVICE)
+    factors = torch.tensor([1.0, 1.1], device=DEVICE)
+    products.embed(stream, rotations, table, history, slots, positions, frequencies, factors, 24**0.5)
     reference = table[history[slots, positions.clamp(min=0)]].float() * 24**0.5
     reference[1] = 0
     assert torch.equal(stream, reference)
+
+
+def test_rotations_equal_the_torch_path_at_far_positions() -> None:
+    positions = torch.tensor([0, 4095, 131_071, 1_000_003], device=DEVICE)
+    ropes, factors = [Rope(1e4), Rope(1e6)], [1.0, 1.1]
+    frequencies = [rope.frequencies(24).to(DEVICE) for rope in ropes]
+    stream, rotations = torch.empty(4, 24, device=DEVICE), torch.full((2, 4, 12, 2), torch.nan, device=DEVICE)
+    slots, history = torch.full_like(positions, -1), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    products.embed(
+        stream, rotations, random(50, 24), history, slots, positions, torch.stack(frequencies),
+        torch.tensor(factors, device=DEVICE),
+    )  # fmt: skip
+    expected = [rotation(positions, each, factor)[:, 0] for each, factor in zip(frequencies, factors)]
+    torch.testing.assert_close(torch.view_as_complex(rotations), torch.stack(expected), atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("size", [24, 640])
@@ -261,7 +281,7 @@ def test_what_does_not_fit_is_refused() -> None:
         products.product(y, x, weight, norm=random(7))
     with pytest.raises(ValueError, match="stream"):
         products.product(y.bfloat16(), x, weight, add=True)
-    layer = LayerAttention(2, 1, 3, 1.0, y)
+    layer = LayerAttention(2, 1, 3, 1.0)
     three = Partials(random(2, 2, 1), random(2, 2, 1), random(2, 2, 1, 3))
     with pytest.raises(ValueError, match="powers of two"):
         products.combine_product(y, layer, three, torch.zeros(2, dtype=torch.int64), random(6, 6))

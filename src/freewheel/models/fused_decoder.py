@@ -63,9 +63,13 @@ class _Product:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer's weights. Norms are plain, float32; those after attention and network are there for Gemma alone."""
+    """A layer's weights, and which of the ropes it has.
+
+    Norms are plain, float32; those after attention and network are there for Gemma alone.
+    """
 
     attention: attention.LayerAttention
+    rope: int
     activation: Activation
     qkv: _Product
     output: _Product
@@ -101,7 +105,10 @@ class FusedDecoder:
         self._page_table = page_table
         self._kv = kv
         self._table = decoder.embedding.table
-        self._layers = [_unpack(decoder.spec, layer, decoder.frequencies[layer.rope]) for layer in decoder.layers]
+        ropes = list(decoder.frequencies)
+        self._frequencies = torch.stack([decoder.frequencies[rope] for rope in ropes])
+        self._factors = torch.tensor([rope.attention_factor for rope in ropes], device=decoder.device)
+        self._layers = [_unpack(decoder.spec, layer, ropes.index(layer.rope)) for layer in decoder.layers]
         self._norm = _plain(decoder.norm)
         self._head = _Product.of(decoder.head)
         self._chained = dependent_launch(history.device)
@@ -116,13 +123,18 @@ class FusedDecoder:
         Returns:
             logits [m, vocab_size] in the weights' dtype.
         """
-        stream = self._table.new_empty(len(rows.slots), self.spec.hidden_size, dtype=torch.float32)
-        products.embed(stream, self._table, self._history, rows.slots, rows.positions, self.spec.embedding_scale)
-        if rows.tiles is None and len(stream) <= products.MOST_ROWS:
-            return self._few(stream, rows)
-        return self._many(stream, rows, logit_rows)
+        count = len(rows.slots)
+        stream = self._table.new_empty(count, self.spec.hidden_size, dtype=torch.float32)
+        rotations = stream.new_empty(len(self._factors), count, self._frequencies.shape[1], 2)
+        products.embed(
+            stream, rotations, self._table, self._history, rows.slots, rows.positions, self._frequencies,
+            self._factors, self.spec.embedding_scale,
+        )  # fmt: skip
+        if rows.tiles is None and count <= products.MOST_ROWS:
+            return self._few(stream, rotations, rows)
+        return self._many(stream, rotations, rows, logit_rows)
 
-    def _few(self, stream: Tensor, rows: Rows) -> Tensor:
+    def _few(self, stream: Tensor, rotations: Tensor, rows: Rows) -> Tensor:
         spec, chained = self.spec, self._chained
         count = len(stream)
         partials = self._partials(count)
@@ -135,7 +147,7 @@ class FusedDecoder:
                 qkv, stream, layer.qkv.weight, norm=layer.attention_norm, eps=spec.norm_eps, bias=layer.qkv.bias,
                 chained=chained,
             )  # fmt: skip
-            self._attend_alone(layer, qkv, cache, rows, partials or attended)
+            self._attend_alone(layer, qkv, rotations, cache, rows, partials or attended)
             if partials and merges and layer.post_attention_norm is None:
                 weight, bias = layer.output.weight, layer.output.bias
                 products.combine_product(
@@ -166,7 +178,7 @@ class FusedDecoder:
         products.product(result, x, product.weight, bias=product.bias, chained=self._chained)
         products.add_norm(stream, result, eps=self.spec.norm_eps, delta_norm=norm, chained=self._chained)
 
-    def _many(self, stream: Tensor, rows: Rows, logit_rows: Tensor | None) -> Tensor:
+    def _many(self, stream: Tensor, rotations: Tensor, rows: Rows, logit_rows: Tensor | None) -> Tensor:
         spec, chained = self.spec, self._chained
         count = len(stream)
         partials = self._partials(count)
@@ -177,9 +189,9 @@ class FusedDecoder:
         for index, (layer, cache) in enumerate(zip(self._layers, self._kv, strict=True)):
             qkv = layer.qkv(normed)
             if rows.tiles is not None:
-                self._attend_chunks(layer, qkv, cache, rows, attended)
+                self._attend_chunks(layer, qkv, rotations, cache, rows, attended)
             else:
-                self._attend_alone(layer, qkv, cache, rows, partials or attended)
+                self._attend_alone(layer, qkv, rotations, cache, rows, partials or attended)
                 if partials:
                     attention.combine(layer.attention, partials, rows.positions, attended, chained=chained)
             products.add_norm(
@@ -198,19 +210,29 @@ class FusedDecoder:
         return logits
 
     def _attend_alone(
-        self, layer: _Layer, qkv: Tensor, cache: Tensor, rows: Rows, out: Tensor | attention.Partials
+        self,
+        layer: _Layer,
+        qkv: Tensor,
+        rotations: Tensor,
+        cache: Tensor,
+        rows: Rows,
+        out: Tensor | attention.Partials,
     ) -> None:
         attention.attend_decode(
-            layer.attention, qkv, cache, self._page_table, rows.slots, rows.positions, out, chained=self._chained
-        )
+            layer.attention, qkv, rotations[layer.rope], cache, self._page_table, rows.slots, rows.positions, out,
+            chained=self._chained,
+        )  # fmt: skip
 
-    def _attend_chunks(self, layer: _Layer, qkv: Tensor, cache: Tensor, rows: Rows, attended: Tensor) -> None:
+    def _attend_chunks(
+        self, layer: _Layer, qkv: Tensor, rotations: Tensor, cache: Tensor, rows: Rows, attended: Tensor
+    ) -> None:
         assert rows.tiles is not None
         table, chained = self._page_table, self._chained
         queries = attended.new_empty(len(qkv), self.spec.num_heads, self.spec.head_dim)
         attention.rotate_and_store(
-            layer.attention, qkv, cache, table, rows.slots, rows.positions, queries, chained=chained
-        )
+            layer.attention, qkv, rotations[layer.rope], cache, table, rows.slots, rows.positions, queries,
+            chained=chained,
+        )  # fmt: skip
         attention.attend_chunks(
             layer.attention, queries, cache, table, rows.tiles, rows.positions, attended, tile_rows=self.tile_rows,
             chained=chained,
@@ -234,7 +256,7 @@ def _plain(norm: RMSNorm) -> Tensor:
     return norm.weight / math.sqrt(norm.weight.shape[-1])
 
 
-def _unpack(spec: ModelSpec, layer: Layer, frequencies: Tensor) -> _Layer:
+def _unpack(spec: ModelSpec, layer: Layer, rope: int) -> _Layer:
     head_norm = layer.qk_norm
     post_attention, post_mlp = layer.post_attention_norm, layer.post_mlp_norm
     return _Layer(
@@ -243,12 +265,11 @@ def _unpack(spec: ModelSpec, layer: Layer, frequencies: Tensor) -> _Layer:
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             scale=spec.attention_scale,
-            frequencies=frequencies,
-            attention_factor=layer.rope.attention_factor,
             window=layer.window,
             norm_weight=None if head_norm is None else _plain(head_norm).contiguous(),
             eps=spec.norm_eps,
         ),
+        rope=rope,
         activation=layer.activation,
         qkv=_Product.of(layer.qkv),
         output=_Product.of(layer.output),

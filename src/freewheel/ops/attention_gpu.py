@@ -32,8 +32,6 @@ class LayerAttention:
     Attributes:
         heads, kv_heads, head_dim: of queries, of keys and of values, and their size, which is even.
         scale: what query-key products are multiplied by.
-        frequencies: float32 [head_dim / 2], radians per position.
-        attention_factor: what cosines and sines are multiplied by.
         window: how many positions a row sees, up to and including its own; None: all.
         soft_cap: c in ``c * tanh(score / c)``, if any.
         norm_weight: float32 [heads + kv_heads, head_dim], by which normalised queries and keys are multiplied: the
@@ -45,8 +43,6 @@ class LayerAttention:
     kv_heads: int
     head_dim: int
     scale: float
-    frequencies: Tensor
-    attention_factor: float = 1.0
     window: int | None = None
     soft_cap: float | None = None
     norm_weight: Tensor | None = None
@@ -113,6 +109,7 @@ def plan_tiles(row_counts: Sequence[int], slots: Sequence[int], tile_rows: int) 
 def attend_decode(
     layer: LayerAttention,
     qkv: Tensor,
+    rotations: Tensor,
     cache: Tensor,
     page_table: Tensor,
     slots: Tensor,
@@ -129,6 +126,7 @@ def attend_decode(
     Args:
         layer: see there.
         qkv: [rows, columns], float32 or bfloat16, straight from the projection.
+        rotations: float32 [rows, head_dim / 2, 2], cosine and sine for each pair of dimensions.
         cache: the layer's, [2, kv_heads, num_pages, page_size, head_dim]. The rows' keys and values are written.
         page_table: int32 [slots, max_pages].
         slots: int64 [rows].
@@ -142,14 +140,14 @@ def attend_decode(
         stages: tiles on their way at a time; 0: two, in registers, the first before the launch ahead has ended. None: 0
             for what the processors can take at once, which so starts sooner; else what lets them take more at once.
     """
-    _check(layer, qkv, cache)
+    _check(layer, qkv, cache, rotations)
     partials = None if isinstance(out, Tensor) else out
     splits = 1 if partials is None else partials.splits
     if stages is None:
         stages = 0 if splits * layer.kv_heads * len(qkv) <= 2 * PROCESSORS else 3
     kernels.attend_decode[(splits, layer.kv_heads, len(qkv))](
-        out if partials is None else None, partials, qkv, layer.norm_weight, layer.frequencies, cache, page_table,
-        slots, positions, layer.attention_factor, layer.eps, layer.scale, cache.shape[2], page_table.shape[1],
+        out if partials is None else None, partials, qkv, layer.norm_weight, rotations, cache, page_table, slots,
+        positions, layer.eps, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
         GROUP=max(power(layer.group), 16), SPLITS=splits, TILE=tile or layer.tile, CHAINED=chained,
         num_warps=warps, STAGES=stages,
@@ -183,34 +181,33 @@ def combine(
 def rotate_and_store(
     layer: LayerAttention,
     qkv: Tensor,
+    rotations: Tensor,
     cache: Tensor,
     page_table: Tensor,
     slots: Tensor,
-    positions: Tensor,
+    places: Tensor,
     queries: Tensor,
     *,
-    places: Tensor | None = None,
     chained: bool = False,
     part: int = 8,
 ) -> Tensor:
     """Puts the rows' keys and values into their pages, and what attends to them into ``queries``.
 
     Args:
-        layer, qkv, cache, page_table, slots, positions, chained: as for :func:`attend_decode`.
+        layer, qkv, rotations, cache, page_table, slots, chained: as for :func:`attend_decode`.
         queries: [rows, heads, head_dim], in any dtype.
-        places: int64 [rows], where in its sequence's pages a row is stored. None: at its position. Rows of a draft
-            tree that are equally deep have one position, and a place each.
+        places: int64 [rows], where in its sequence's pages a row is stored: at its position; but rows of a draft tree
+            that are equally deep have one position, and a place each.
         part: heads of a program, a power of two.
 
     Returns:
         ``queries``.
     """
-    _check(layer, qkv, cache)
+    _check(layer, qkv, cache, rotations)
     parts = -(-(layer.heads + 2 * layer.kv_heads) // part)
     kernels.rotate_and_store[(parts, len(qkv))](
-        queries, qkv, layer.norm_weight, layer.frequencies, cache, page_table, slots, positions,
-        positions if places is None else places,
-        layer.attention_factor, layer.eps, cache.shape[2], page_table.shape[1],
+        queries, qkv, layer.norm_weight, rotations, cache, page_table, slots, places,
+        layer.eps, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), PART=part, CHAINED=chained, num_warps=4, **_options(chained),
     )  # fmt: skip
     return queries
@@ -258,9 +255,12 @@ def attend_chunks(
     )  # fmt: skip
 
 
-def _check(layer: LayerAttention, qkv: Tensor, cache: Tensor) -> None:
+def _check(layer: LayerAttention, qkv: Tensor, cache: Tensor, rotations: Tensor) -> None:
     if qkv.shape[1:] != (layer.columns,) or not (qkv.is_contiguous() and cache.is_contiguous()):
         raise ValueError(f"qkv must be contiguous [rows, {layer.columns}], not {list(qkv.shape)}, like the cache")
+    pairs = len(qkv), layer.head_dim // 2, 2
+    if rotations.shape != pairs or rotations.dtype != torch.float32 or not rotations.is_contiguous():
+        raise ValueError(f"rotations must be contiguous float32 {list(pairs)}, not {list(rotations.shape)}")
     if layer.norm_weight is not None and layer.norm_weight.dtype != torch.float32:
         raise ValueError(f"norm_weight must be float32, not {layer.norm_weight.dtype}")
 

@@ -11,6 +11,7 @@ Queries, keys and values come side by side from one product::
 
     a row       query heads | key heads | value heads     query head h goes with key head h // group
     a head      x0 y0 x1 y1 x2 y2 ...                     pairs x, y are rotated as complex numbers
+    rotations   float32 [rows, head_dim / 2, 2]           cosine and sine for each pair
 
 The context is cut at multiples of TILE places, and tile i belongs to split i % SPLITS. So splits are even, and neither
 the batch nor how a chunk was cut changes the sums that a row is made of::
@@ -34,8 +35,8 @@ Scores, sums and weighted values are float32; products take the cache's dtype, a
 
 CHAINED kernels start before the one ahead of them has ended, when all its programs are past their own wait
 (programmatic dependent launch), and go on at ``gdc_wait`` when it has. Before that they read only what was written at
-least two launches ago: page tables, slots, positions, places, tiles, and keys and values of earlier steps. Every
-program waits, so that no kernel ends before the one ahead of it.
+least two launches ago: page tables, slots, positions, places, rotations, tiles, and keys and values of earlier steps.
+Every program waits, so that no kernel ends before the one ahead of it.
 """
 
 import triton
@@ -47,11 +48,11 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _rotation(frequencies, position, factor, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Cosines and sines of a position, float32 [1, DIM / 2] each."""
-    pair = tl.arange(0, DIM // 2)
-    angles = position.to(tl.float32) * tl.load(frequencies + pair, mask=pair < HEAD_DIM // 2, other=0.0)
-    return (tl.cos(angles) * factor)[None, :], (tl.sin(angles) * factor)[None, :]
+def _rotation(rotations, row, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Cosines and sines of a row, float32 [1, DIM / 2] each."""
+    pair = tl.arange(0, DIM // 2)[None, :]
+    at, inside = (row * (HEAD_DIM // 2) + pair) * 2, pair < HEAD_DIM // 2
+    return tl.load(rotations + at, mask=inside, other=0.0), tl.load(rotations + at + 1, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -156,8 +157,8 @@ def _leave(partials, index, wanted, peak, total, attended, HEAD_DIM: tl.constexp
 
 @triton.jit
 def attend_decode(
-    out, partials, qkv, norm_weight, frequencies, cache, page_table, slots, positions,
-    factor, eps, scale, num_pages, max_pages,
+    out, partials, qkv, norm_weight, rotations, cache, page_table, slots, positions,
+    eps, scale, num_pages, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
@@ -198,7 +199,7 @@ def attend_decode(
     if STAGES == 0:
         seen = (places >= first) & (places < position)
         tile_keys, tile_values = _load_tile(keys, values, pages, places, seen, HEAD_DIM, DIM, PAGE_SIZE)
-    cosine, sine = _rotation(frequencies, position, factor, HEAD_DIM, DIM)
+    cosine, sine = _rotation(rotations, row, HEAD_DIM, DIM)
     own = (position // TILE) % SPLITS == split
     own_at = _entries(pages, position, own, PAGE_SIZE) * HEAD_DIM + d[None, :]
     own_head = HEADS + kv_head + tl.arange(0, 1)
@@ -251,21 +252,20 @@ def attend_decode(
 
 @triton.jit
 def rotate_and_store(
-    queries, qkv, norm_weight, frequencies, cache, page_table, slots, positions, places,
-    factor, eps, num_pages, max_pages,
+    queries, qkv, norm_weight, rotations, cache, page_table, slots, places,
+    eps, num_pages, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr, PART: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """PART heads of a row: normalise and rotate queries and keys, and put them and values where they belong."""
     head, row = tl.program_id(0) * PART + tl.arange(0, PART), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
-    position = tl.load(positions + row)
     place = tl.load(places + row)
     end = tl.where(slot >= 0, HEADS + 2 * KV_HEADS, 0)  # an idle row has no heads
     d = tl.arange(0, DIM)
     is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
     entry = _entries(page_table + slot * max_pages, place, slot >= 0, PAGE_SIZE)
-    cosine, sine = _rotation(frequencies, position, factor, HEAD_DIM, DIM)
+    cosine, sine = _rotation(rotations, row, HEAD_DIM, DIM)
     if norm_weight is not None:
         weight = _load_heads(norm_weight, head, is_value == 0, HEAD_DIM, DIM)
     if CHAINED:

@@ -2,7 +2,7 @@
 
     product   [tiles of outputs]  y = rows @ weight.T, with a norm or the merging of attention's splits ahead of it, and
                                   bias, gated activation, soft cap or an addition to the residual stream behind it
-    embed     [rows]              the residual stream begins: embeddings of the rows' tokens
+    embed     [rows]              a step begins: embeddings of the rows' tokens, rotations of their positions
     add_norm  [rows]              additions to the residual stream and norms, where they stand alone
     gated     [chunks, rows]      act(gate) * up, where it stands alone
 
@@ -264,19 +264,32 @@ def product(
 
 @triton.jit
 def embed(
-    stream, table, history, slots, positions, max_length, hidden, scale, COLUMNS: tl.constexpr, CHAINED: tl.constexpr
-):
-    """stream [rows, hidden] = scale * table[token], the token at a row's slot and position; 0 where the slot is < 0."""
+    stream, table, history, slots, positions, frequencies, factors, rotations, max_length, hidden, scale,
+    ROPES: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """stream [rows, hidden] = scale * table[token], the token at a row's slot and position; 0 where the slot is < 0.
+
+    rotations [ROPES, rows, PAIRS, 2] = cosines and sines of the position times frequencies [ROPES, PAIRS], times
+    factors [ROPES]. PADDED is PAIRS, to a power of two.
+    """
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, COLUMNS)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     slot = tl.load(slots + row)
-    place = slot * max_length + tl.load(positions + row)
-    token = tl.load(history + tl.where(slot >= 0, place, 0))
+    position = tl.load(positions + row)
+    token = tl.load(history + tl.where(slot >= 0, slot * max_length + position, 0))
     entries = tl.load(table + token * hidden + k, mask=k < tl.where(slot >= 0, hidden, 0), other=0.0)
     tl.store(stream + row * hidden + k, entries.to(tl.float32) * scale, mask=k < hidden)
+    pair = tl.arange(0, PADDED)
+    inside = pair < PAIRS
+    for rope in tl.static_range(ROPES):
+        angles = position.to(tl.float32) * tl.load(frequencies + rope * PAIRS + pair, mask=inside, other=0.0)
+        factor = tl.load(factors + rope)
+        at = rotations + ((tl.num_programs(0) * rope + row) * PAIRS + pair) * 2
+        tl.store(at, tl.cos(angles) * factor, mask=inside)
+        tl.store(at + 1, tl.sin(angles) * factor, mask=inside)
 
 
 @triton.jit

@@ -108,34 +108,47 @@ def combine_product(
 
 def embed(
     stream: Tensor,
+    rotations: Tensor,
     table: Tensor,
     history: Tensor,
     slots: Tensor,
     positions: Tensor,
+    frequencies: Tensor,
+    factors: Tensor,
     scale: float = 1.0,
     *,
     chained: bool = False,
 ) -> None:
-    """Begin the residual stream: ``stream[row] = scale * table[history[slots[row], positions[row]]]``.
+    """Begin a step: the residual stream, and for each rope the rows' rotations.
+
+    ``stream[row] = scale * table[history[slots[row], positions[row]]]``, and for each pair of a head's dimensions
+    ``rotations[rope, row, pair] = factors[rope] * (cos, sin)(positions[row] * frequencies[rope, pair])``.
 
     Args:
         stream: float32 [rows, hidden].
+        rotations: float32 [ropes, rows, pairs, 2].
         table: [entries, hidden] of any floating type.
         history: int64 [slots, max_length], tokens; all within the table.
         slots, positions: int64 [rows]. A row whose slot is negative is idle: its stream is 0.
+        frequencies: float32 [ropes, pairs], radians per position.
+        factors: float32 [ropes].
 
     Raises:
         ValueError: sizes do not fit, or a tensor is not dense.
     """
-    rows, hidden = stream.shape
+    (rows, hidden), (ropes, pairs) = stream.shape, frequencies.shape
     for places in (slots, positions):
         _check(places, rows)
     _check(stream, rows, hidden)
+    _check(rotations, ropes, rows, pairs, 2)
     _check(table, len(table), hidden)
     _check(history, *history.shape)
+    _check(frequencies, ropes, pairs)
+    _check(factors, ropes)
     _launch(
         kernels.embed, (rows,), 4, chained,
-        stream, table, history, slots, positions, history.shape[1], hidden, float(scale), power(hidden),
+        stream, table, history, slots, positions, frequencies, factors, rotations, history.shape[1], hidden,
+        float(scale), ropes, pairs, power(pairs), power(hidden),
     )  # fmt: skip
 
 
