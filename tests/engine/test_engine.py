@@ -10,6 +10,7 @@ from freewheel.config import EngineConfig
 from freewheel.engine.engine import MAX_SCORED_ROWS, Engine
 from freewheel.request import FinishReason, Request
 from freewheel.sampling import SamplingParams
+from freewheel.sampling.state import NEEDS
 
 FEATURES: list[dict[str, Any]] = [
     {},
@@ -67,6 +68,7 @@ def assert_empty(engine: Engine) -> None:
     assert engine._cache.available == engine._pool.num_pages
     assert not any(engine._cache.pages.references)
     assert len(engine._slots) == engine.config.max_num_seqs
+    assert not any(map(engine._state.asked, NEEDS))
 
 
 @pytest.fixture(scope="module")
