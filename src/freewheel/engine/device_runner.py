@@ -26,6 +26,7 @@ from freewheel.ops.attention_gpu import plan_tiles
 from freewheel.sampling import Sampler, SampleRows, Samples
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MOST_DRAWS = 16  # captured for a step; the oldest makes room
 
 
 class _Draw(NamedTuple):
@@ -175,6 +176,9 @@ class DeviceRunner(Runner):
         """What follows a step's logits; captured when the sequences in slots first ask for it."""
         demand = self._sampler.demand
         if demand not in step.draws:
+            if len(step.draws) == MOST_DRAWS:  # demands are many: how many alternatives are asked for is one of them
+                torch.cuda.synchronize(self._device)
+                del step.draws[next(iter(step.draws))]
             # As above. No token is appended yet.
             tokens, rows = self._sampler.sample(step.logits, step.sample_rows).tokens, step.sample_rows
             self._sampler.state.append(rows.slots, rows.positions, torch.full_like(tokens, -1))
