@@ -191,6 +191,12 @@ def test_a_sequence_alone_is_drawn_for_after_its_demand_has_ended() -> None:
         assert tokens[0] == tokens[1]
 
 
+def test_rows_of_slots_that_nobody_has_joined_are_greedy() -> None:
+    """As those are that fill up a captured graph."""
+    state = SamplingState(2, VOCAB, 64, device=DEVICE, fused=True)
+    assert sample(state, torch.arange(VOCAB).float().expand(2, -1), range(2)).tokens.tolist() == [VOCAB - 1] * 2
+
+
 def test_more_candidates_than_a_short_list_holds_are_searched_exactly() -> None:
     asked = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=0.1) for t, k, p in ((1, 500, 0.9), (1e30, 1300, 1))]
     asked.append(SamplingParams(temperature=1e30, top_p=1e-3))

@@ -168,8 +168,10 @@ class FusedSampler:
             self.state.asked, (PLAIN, DEMANDING, EDITED, TRUNCATED, NUCLEUS, LOGPROBS)
         )
         alternatives = max(asked.alternatives for asked in self.state.settings) if logprobs else -1
-        demanding = power(demanding) if demanding else 0
-        return Demand(plain > 0, demanding, edits > 0, truncated > 0, nucleus > 0, alternatives, self.tables.moves)
+        kinds = edits > 0, truncated > 0, nucleus > 0
+        if not demanding:
+            return Demand(True, 0, *kinds, alternatives, self.tables.moves)
+        return Demand(plain > 0, power(demanding), *kinds, alternatives, self.tables.moves)
 
     def sample(
         self,
@@ -227,7 +229,7 @@ class FusedSampler:
             launch(draw_kernels.draw, grid, (tokens, statuses, rows, blocks), constants, warps, edits)
         if apart:
             self._draw_apart(launch, tokens, statuses, rows, changes)
-        elif plain or not ahead:
+        elif plain:
             tile = 8 if rows < 8 else 32
             constants = tile, padded, ahead, masked, chained
             launch(draw_kernels.draw_plain, (-(-blocks // tile), rows), (tokens, statuses, blocks), constants, 4, ahead)
