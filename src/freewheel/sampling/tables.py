@@ -13,6 +13,7 @@ many precede its last one), then these tokens. Places are relative to the list's
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from math import e, log2
 
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ class Tables:
         self.words = -(-vocab_size // 32)
         self.device = device
         self.settings = torch.zeros(slots, COLUMNS, dtype=torch.int64, device=device)
+        self.settings.view(torch.float64)[:, SCALE] = log2(e)  # a slot that nobody has joined is greedy
         self.lists = ListPool(slots, torch.int32, device)
         self.bits = torch.zeros(0, PLANES, self.words, dtype=torch.int32, device=device)
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
