@@ -20,7 +20,7 @@ from freewheel.sampling import SamplingParams
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
 
-from mock_model import run
+from mock_model import Collected, collect, run
 
 from freewheel.engine.device_runner import DeviceRunner
 from freewheel.ops import attention_gpu, products
@@ -37,11 +37,13 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention_gpu, "default_splits", lambda rows, kv_heads: 2 if rows < 3 else 1)
 
 
-def make_engine(path: Path, device: str, runner: Callable[..., Runner], lookahead: int = 0) -> Engine:
+def make_engine(
+    path: Path, device: str, runner: Callable[..., Runner], lookahead: int = 0, fused: bool | None = None
+) -> Engine:
     model = load(path, dtype="float32", device=device)
     spec = model.spec
     storage = torch.zeros(spec.num_layers, *kv_cache_shape(spec, 24, 4), device=device)
-    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=12, page_size=4, lookahead=lookahead)
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=12, page_size=4, lookahead=lookahead, fused=fused)
     return Engine(
         model.decoder,
         KVPool(storage, slots=4),
@@ -94,3 +96,44 @@ def test_answers_are_those_of_torch(tiny_model: Path, lookahead: int) -> None:
         for mine, other in zip((got[key].prompt_logprobs or [])[1:], (one.prompt_logprobs or [])[1:], strict=True):
             assert mine.token_ids == other.token_ids
             assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+
+
+def test_a_step_that_fails_in_part_changes_no_other_answer(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of its rows had got their token, and the penalties knew of it, when it failed."""
+    params = SamplingParams(temperature=0.0, frequency_penalty=1.5, max_tokens=8, ignore_eos=True)
+    lasting = Request("a", (10, 11, 12, 13), params)
+    expected = run(make_engine(tiny_model, "cpu", Runner), [lasting])["a", 0].tokens
+    engine = make_engine(tiny_model, DEVICE, DeviceRunner, fused=True)
+    engine.add(lasting)
+    collected: dict[tuple[str, int], Collected] = {}
+    for _ in range(2):
+        collect(engine.step(), collected)
+    engine.add(Request("b", tuple(range(20, 26)), SamplingParams(temperature=0.0)))
+    fails_once(engine, "_chunks", monkeypatch)
+    engine.abort("b")
+    while engine.has_unfinished:
+        collect(engine.step(), collected)
+        engine.check()
+    assert collected["a", 0].tokens == expected
+
+
+def test_a_step_that_fails_leaves_no_trace_on_the_device(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows may not have moved on: who comes next, to where they should be, starts where it is itself."""
+    engine = make_engine(tiny_model, DEVICE, DeviceRunner)
+    engine.add(Request("a", (10, 11, 12, 13), SamplingParams(temperature=0.0, ignore_eos=True)))
+    for _ in range(2):
+        engine.step()
+    fails_once(engine, "_sample", monkeypatch)
+    engine.abort("a")
+    engine.step()
+    following = Request("b", (20, 21, 22, 23, 24, 25), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    expected = run(make_engine(tiny_model, "cpu", Runner), [following])["b", 0].tokens
+    assert run(engine, [following])["b", 0].tokens == expected
+
+
+def fails_once(engine: Engine, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in which this part of the runner does not do its work."""
+    with monkeypatch.context() as broken:
+        broken.setattr(DeviceRunner, part, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()

@@ -6,6 +6,7 @@ sequences in slots demand. All that they depend on, slots, positions, tokens, pa
 device: for a batch that stays as it is nothing is uploaded. Rows of prefill chunks are launched one kernel at a time.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ from freewheel.ops.attention_gpu import plan_tiles
 from freewheel.sampling import Sampler, SampleRows, Samples
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-MOST_DRAWS = 16  # captured for a step; the oldest makes room
+RARE = 4  # times that a demand is met before its draw is captured
+MOST_DRAWS = 16  # captured for a step; that which was not needed for longest makes room
 
 
 class _Draw(NamedTuple):
@@ -45,7 +47,8 @@ class _Step:
             far the row moves on, 1 or 0 of idle rows.
         logits: [rows, vocab_size], where the graph leaves them.
         graph: from inputs to logits.
-        draws: what follows, for each demand on the sampler that was met.
+        draws: what follows, for demands on the sampler that were met often.
+        met: how often the others were, lately.
         expected: slots and positions that are in ``inputs``.
     """
 
@@ -53,6 +56,7 @@ class _Step:
     logits: Tensor
     graph: "torch.cuda.CUDAGraph | None" = None
     draws: dict[Hashable, _Draw] = field(default_factory=dict)
+    met: Counter[Hashable] = field(default_factory=Counter)
     expected: tuple[list[int], list[int]] = ([], [])
 
     @property
@@ -103,7 +107,7 @@ class DeviceRunner(Runner):
     def _rehearse(self, rows: int) -> None:
         step = self._step(rows)
         if self._graphs:
-            self._captured_draw(step)
+            self._capture_draw(step, self._sampler.demand)
         else:
             self._fused(step.rows)
         self._wait()
@@ -127,17 +131,16 @@ class DeviceRunner(Runner):
     def _decode(self, spans: Sequence[Span]) -> Launched:
         step = self._step(next(bucket for bucket in BUCKETS if bucket >= len(spans)))
         slots, positions = [span.slot for span in spans], [span.start for span in spans]
-        if step.expected != (slots, positions):
+        expected, step.expected = step.expected, ([], [])  # unknown, should anything below fail
+        if expected != (slots, positions):
             self._place(step, slots, positions)
-        step.expected = slots, [position + 1 for position in positions]
         if step.graph is None:
             step.logits = self._fused(step.rows)
             samples = self._sample(step)
         else:
             step.graph.replay()
-            draw = self._captured_draw(step)
-            draw.graph.replay()
-            samples = draw.samples
+            samples = self._replay_draw(step)
+        step.expected = slots, [position + 1 for position in positions]
         return Launched(samples, [], self._device, len(spans))
 
     def _place(self, step: _Step, slots: list[int], positions: list[int]) -> None:
@@ -163,30 +166,41 @@ class DeviceRunner(Runner):
         """The decode step of so many rows; captured when it is first asked for."""
         if rows not in self._steps:
             inputs = torch.zeros(5, rows, dtype=torch.int64, device=self._device)
-            step = self._steps[rows] = _Step(inputs, inputs)
+            step = _Step(inputs, inputs)
             self._place(step, [], [])  # all idle: what a rehearsal computes goes nowhere
             if self._graphs:
                 self._fused(step.rows)  # compiles kernels and picks products, which capturing must not see
-                step.graph = torch.cuda.CUDAGraph()
-                with self._capture(step.graph):
+                graph = torch.cuda.CUDAGraph()
+                with self._capture(graph):
                     step.logits = self._fused(step.rows)
+                step.graph = graph
+            self._steps[rows] = step  # only now: a capture may fail
         return self._steps[rows]
 
-    def _captured_draw(self, step: _Step) -> _Draw:
-        """What follows a step's logits; captured when the sequences in slots first ask for it."""
+    def _replay_draw(self, step: _Step) -> Samples:
+        """What follows a step's logits, by a graph if the sequences in slots have asked for the same before."""
         demand = self._sampler.demand
         if demand not in step.draws:
-            if len(step.draws) == MOST_DRAWS:  # demands are many: how many alternatives are asked for is one of them
-                torch.cuda.synchronize(self._device)
-                del step.draws[next(iter(step.draws))]
-            # As above. No token is appended yet.
-            tokens, rows = self._sampler.sample(step.logits, step.sample_rows).tokens, step.sample_rows
-            self._sampler.state.append(rows.slots, rows.positions, torch.full_like(tokens, -1))
-            graph = torch.cuda.CUDAGraph()
-            with self._capture(graph):
-                samples = self._sample(step)
-            step.draws[demand] = _Draw(graph, samples)
-        return step.draws[demand]
+            step.met[demand] += 1
+            if step.met[demand] <= RARE:  # capturing stops the device
+                return self._sample(step)
+            self._capture_draw(step, demand)
+        draw = step.draws[demand] = step.draws.pop(demand)  # the latest stands last
+        draw.graph.replay()
+        return draw.samples
+
+    def _capture_draw(self, step: _Step, demand: Hashable) -> None:
+        if len(step.draws) == MOST_DRAWS:
+            torch.cuda.synchronize(self._device)
+            del step.draws[next(iter(step.draws))]
+        # As above. No token is appended yet.
+        tokens, rows = self._sampler.sample(step.logits, step.sample_rows).tokens, step.sample_rows
+        self._sampler.state.append(rows.slots, rows.positions, torch.full_like(tokens, -1))
+        graph = torch.cuda.CUDAGraph()
+        with self._capture(graph):
+            samples = self._sample(step)
+        step.draws[demand] = _Draw(graph, samples)
+        step.met.clear()
 
     def _capture(self, graph: "torch.cuda.CUDAGraph") -> AbstractContextManager[None]:
         torch.cuda.synchronize(self._device)
@@ -214,10 +228,11 @@ class DeviceRunner(Runner):
                     if index >= len(old) or old[index] != page:
                         for column, value in zip(changed, (span.slot, index, page)):
                             column.append(value)
-                self._uploaded[span.slot] = list(new)
         if changed[0]:
             slots, indices, pages = self._upload(*changed)
             self._page_table[slots, indices] = pages.int()
+            for span in spans:
+                self._uploaded[span.slot] = list(self._pool.page_table[span.slot])
 
     def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:
         numbers = self._pinned(torch.tensor(columns, dtype=torch.int64))

@@ -200,7 +200,13 @@ class Engine:
         """
         rows = self._schedule()
         if rows:
-            self._flights.append((rows, self._runner.launch([row.span for row in rows])))
+            try:
+                flight = self._runner.launch([row.span for row in rows])
+            except BaseException:
+                for row in rows:  # some may have got their token: they begin again, and get the same
+                    self._preempt(row.sequence)
+                raise
+            self._flights.append((rows, flight))
             for sequence, span, _ in rows:
                 sequence.launched = span.start + span.rows
                 sequence.pending += span.sample

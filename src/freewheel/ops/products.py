@@ -35,9 +35,10 @@ def tile_for(rows: int, outputs: int, inputs: int, gated: bool = False, combined
         return Tile(4 if rows <= 2 else 8, min(columns, 2048 if rows == 1 else 1024), 2, 8)
     if outputs * (2 if gated else 1) >= 4096:
         return Tile(4 if gated and rows == 1 else 8, min(columns, 512), 1 if rows == 1 else 2, 4)
-    # So few outputs make one or two programs an SM: they read ahead all they need.
+    # So few outputs make one or two programs an SM: they read ahead all they need, or what registers hold.
     columns = min(columns, 512 if rows == 1 else 1024)
-    return Tile(4 if rows <= 2 else 8, columns, -(-inputs // columns), 4 if rows == 1 else 8)
+    ahead = min(-(-inputs // columns), 16 if rows == 1 else 8)
+    return Tile(4 if rows <= 2 else 8, columns, ahead, 4 if rows == 1 else 8)
 
 
 def product(

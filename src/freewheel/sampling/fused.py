@@ -84,7 +84,7 @@ class Demand(NamedTuple):
 
     ``plain`` is whether a plain draw or the first of the largest may satisfy any. ``demanding``, how many ask for more,
     is rounded up to a power of two, ``alternatives`` is -1 where none asks for log probabilities, and ``moves`` counts
-    how often tables that grow have moved.
+    how often tables that grow have moved, where any has edits.
     """
 
     plain: bool
@@ -169,9 +169,10 @@ class FusedSampler:
         )
         alternatives = max(asked.alternatives for asked in self.state.settings) if logprobs else -1
         kinds = edits > 0, truncated > 0, nucleus > 0
+        moves = self.tables.moves if edits else 0  # nothing else reads tables that grow
         if not demanding:
-            return Demand(True, 0, *kinds, alternatives, self.tables.moves)
-        return Demand(plain > 0, power(demanding), *kinds, alternatives, self.tables.moves)
+            return Demand(True, 0, *kinds, alternatives, moves)
+        return Demand(plain > 0, power(demanding), *kinds, alternatives, moves)
 
     def sample(
         self,
