@@ -239,7 +239,6 @@ def test_transformers_has_the_same_shape(setup: Setup, sampling: dict[str, Any])
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_transformers_makes_as_many_weights_of_every_shape(name: str) -> None:
-    pytest.importorskip("transformers")
     model = random_transformers(SHAPES[name], torch.bfloat16, "meta")
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
 

@@ -72,6 +72,10 @@ class EngineConfig:
             if self.draw == "multinomial":
                 raise ValueError("seed must be None with draw='multinomial', which cannot be repeated")
 
+    def uses_kernels(self, device: str) -> bool:
+        """On this type of device."""
+        return device == "cuda" if self.fused is None else self.fused
+
     def most_rows(self, device: str) -> int:
         """Of a step on this type of device."""
         if self.max_num_batched_tokens is not None:

@@ -97,6 +97,7 @@ class KVPool:
         device: where the storage is.
         page_table: for each slot its page numbers in position order; what lies behind a sequence's last page is left
             over from earlier ones and never read. On the host, where steps are planned.
+        versions: for each slot how often its pages were written.
     """
 
     def __init__(self, storage: Tensor, *, slots: int) -> None:
@@ -105,10 +106,12 @@ class KVPool:
         self.num_pages, self.page_size = storage.shape[3:5]
         self.device = storage.device
         self.page_table: list[list[int]] = [[] for _ in range(slots)]
+        self.versions = [0] * slots
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Write a slot's pages from entry ``first`` on."""
         self.page_table[slot][first : first + len(pages)] = pages
+        self.versions[slot] += 1
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages for a new holder.

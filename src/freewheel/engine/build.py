@@ -23,8 +23,7 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
             no kernels, but the configuration asks for them.
     """
     spec, decoder = model.spec, model.decoder
-    cuda = decoder.device.type == "cuda"
-    fused = cuda if config.fused is None else config.fused
+    cuda, fused = decoder.device.type == "cuda", config.uses_kernels(decoder.device.type)
     if fused and not cuda:
         raise ValueError(f"fused must not be True on device {str(decoder.device)!r}: the kernels are for CUDA devices")
     available = available_memory(decoder.device)
@@ -56,7 +55,7 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
 
 def runner_for(config: EngineConfig, device: str) -> Callable[[Any, KVPool, Sampler], Runner]:
     """What runs the steps on this type of device."""
-    if not (device == "cuda" if config.fused is None else config.fused):
+    if not config.uses_kernels(device):
         return Runner
     from freewheel.engine.device_runner import DeviceRunner  # only here: it imports Triton
 

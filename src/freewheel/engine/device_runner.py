@@ -85,6 +85,7 @@ class DeviceRunner(Runner):
         max_pages = pages_for(state.max_length, pool.page_size)
         self._page_table = torch.zeros(slots, max_pages, dtype=torch.int32, device=pool.device)
         self._uploaded: list[list[int]] = [[] for _ in range(slots)]
+        self._versions = [0] * slots
         self._fused = FusedDecoder(decoder, state.history, self._page_table, pool.layers)
         self._spare_slot = slots
         self._graphs = pool.device.type == "cuda" if graphs is None else graphs
@@ -220,19 +221,20 @@ class DeviceRunner(Runner):
 
     def _upload_pages(self, spans: Sequence[Span]) -> None:
         """Bring the device's page table up to date for these sequences."""
+        stale = [span.slot for span in spans if self._versions[span.slot] != self._pool.versions[span.slot]]
         changed: tuple[list[int], list[int], list[int]] = ([], [], [])
-        for span in spans:
-            old, new = self._uploaded[span.slot], self._pool.page_table[span.slot]
-            if old != new:
-                for index, page in enumerate(new):
-                    if index >= len(old) or old[index] != page:
-                        for column, value in zip(changed, (span.slot, index, page)):
-                            column.append(value)
+        for slot in stale:
+            old, new = self._uploaded[slot], self._pool.page_table[slot]
+            for index, page in enumerate(new):
+                if index >= len(old) or old[index] != page:
+                    for column, value in zip(changed, (slot, index, page)):
+                        column.append(value)
         if changed[0]:
             slots, indices, pages = self._upload(*changed)
             self._page_table[slots, indices] = pages.int()
-            for span in spans:
-                self._uploaded[span.slot] = list(self._pool.page_table[span.slot])
+        for slot in stale:  # only now: an upload may fail
+            self._uploaded[slot] = list(self._pool.page_table[slot])
+            self._versions[slot] = self._pool.versions[slot]
 
     def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:
         numbers = self._pinned(torch.tensor(columns, dtype=torch.int64))

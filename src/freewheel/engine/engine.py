@@ -75,7 +75,7 @@ class Engine:
             max_model_len,
             valid_vocab_size=valid_vocab_size,
             device=pool.device,
-            fused=config.fused,
+            fused=config.uses_kernels(pool.device.type),
         )
         self._runner = runner(decoder, pool, Sampler(self._state, draw=config.draw))
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))

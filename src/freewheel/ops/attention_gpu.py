@@ -150,8 +150,7 @@ def attend_decode(
         positions, layer.eps, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
         GROUP=max(power(layer.group), 16), SPLITS=splits, TILE=tile or layer.tile, CHAINED=chained,
-        num_warps=warps, STAGES=stages,
-        **_options(chained),
+        num_warps=warps, STAGES=stages, **_options(chained),
     )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ Queries, keys and values come side by side from one product::
     a head      x0 y0 x1 y1 x2 y2 ...                     pairs x, y are rotated as complex numbers
     rotations   float32 [rows, head_dim / 2, 2]           cosine and sine for each pair
 
-The context is cut at multiples of TILE places, and tile i belongs to split i % SPLITS. So splits are even, and neither
-the batch nor how a chunk was cut changes the sums that a row is made of::
+The context is cut at multiples of TILE places, and tile i belongs to split i % SPLITS. So splits are even, short
+contexts fill few of them, and with equal SPLITS neither the batch nor how a chunk was cut changes a row's sums::
 
     tile        | 0       | 1       | 2       | 3       | 4       |
     split       | 0       | 1       | 0       | 1       | 0       |      SPLITS = 2
