@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton is made for Linux only")
 
 from freewheel.ops import products
 from freewheel.ops.attention_gpu import LayerAttention, Partials
-from freewheel.ops.products import MOST_ROWS, Tile
+from freewheel.ops.products import MOST_ROWS, Tile, WideTile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6
@@ -44,7 +44,7 @@ types |= {name: "fp32" for name in "eps cap scale".split()}
 plain = {"peaks": None, "sums": None, "positions": None, "ACTIVATION": None, "ADD": False, "SPLITS": None}
 plain |= {"HEAD_DIM": None, "TILE": 64, "WINDOW": None}
 everything = {"CHAINED": True, "INPUTS": 320, "OUTPUTS": 4, "COLUMNS": 256, "AHEAD": 1, "SPLITS": 4, "HEAD_DIM": 64}
-everything |= {"ROPES": 2, "PAIRS": 40, "PADDED": 64}
+everything |= {"ROPES": 2, "PAIRS": 40, "PADDED": 64, "SHARES": 2}
 for name, constants in [
     ("product", plain | {"ROWS": 1, "norm": None, "bias": None, "cap": None, "ADD": True}),
     ("product", plain | {"ROWS": 3, "ACTIVATION": "gelu_tanh"}),
@@ -52,6 +52,10 @@ for name, constants in [
                          "ADD": True, "SPLITS": 8, "HEAD_DIM": 64, "WINDOW": 0}),
     ("product", plain | {"ROWS": 4, "weight": "*fp16"}),
     ("product", plain | {"ROWS": 1, "weight": "*fp32", "norm": None}),
+    ("wide_product", {"ROWS": 16, "OUTPUTS": 32, "SHARE": 128, "COLUMNS": 64, "ACTIVATION": None, "STAGES": 3,
+                      "x": "*bf16"}),
+    ("wide_product", {"ROWS": 32, "OUTPUTS": 16, "SHARE": 320, "COLUMNS": 64, "ACTIVATION": "silu", "STAGES": 3,
+                      "x": "*bf16", "y": "*bf16", "bias": None}),
     ("embed", {}), ("add_norm", {}), ("add_norm", {"delta": None, "delta_norm": None}),
     ("gated", {"ACTIVATION": "silu"}),
 ]:
@@ -216,6 +220,45 @@ def test_products_of_attention_in_splits(heads: int, splits: int, head_dim: int,
     close(result, expected(attention, weight, y=stream))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 3, 17), (5, 70, 64), (17, 33, 400), (40, 16, 128)])
+def test_wide_products(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype)
+    tolerance = 2e-5 + (0 if dtype == torch.float32 else torch.finfo(dtype).eps)
+    tiles = [None, WideTile(16, inputs + -inputs % 64, 64, 1, 4, 3), WideTile(16, inputs + -inputs % 16, 16, 8, 4, 2)]
+    for tile in tiles:
+        for bias in (None, random(outputs)):
+            result = torch.full((rows, outputs), torch.nan, dtype=dtype, device=DEVICE)
+            products.wide_product(result, x, weight, bias=bias, tile=tile)
+            close(result, expected(x, weight, bias=bias), tolerance)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_wide_products_with_gates(activation: Any) -> None:
+    x, weight, bias = random(6, 80), random(2 * 37, 80) / 9, random(2 * 37)
+    for tile in (None, WideTile(16, 96, 32, 1, 4, 3)):
+        result = torch.full((6, 37), torch.nan, device=DEVICE)
+        products.wide_product(result, x, weight, bias=bias, activation=activation, tile=tile)
+        close(result, expected(x, weight, bias=bias, activation=activation))
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(8, 2048), (24, 700)])
+def test_wide_products_in_shares_add_up(outputs: int, inputs: int) -> None:
+    x, weight, bias, stream = random(7, inputs), random(outputs, inputs), random(outputs), random(7, outputs, seed=1)
+    count = products.shares(7, outputs, inputs)
+    assert count > 1
+    parts = torch.full((count, 7, outputs), torch.nan, device=DEVICE)
+    products.wide_product(parts, x, weight, bias=bias)
+    whole = expected(x, weight, bias=bias)
+    close(parts.sum(0), whole)
+    products.add_norm(stream, parts, eps=EPS)
+    close(stream, random(7, outputs, seed=1).double() + whole)
+    x[1:] = torch.nan
+    again = parts.clone()
+    products.wide_product(again, x, weight, bias=bias)
+    assert torch.equal(again[:, 0], parts[:, 0])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_embeddings(dtype: torch.dtype) -> None:
     table, history = random(50, 24, dtype=dtype), torch.randint(50, (3, 9), device=DEVICE)
@@ -299,7 +342,7 @@ def test_kernels_compile_for_a_gpu() -> None:
     """The interpreter knows no types and no registers: the compiler does, and needs no GPU."""
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=COMPILED, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == 5 * ["product"] + ["embed", "add_norm", "add_norm", "gated"]
+    assert done.stdout.split() == 5 * ["product"] + 2 * ["wide_product"] + ["embed", "add_norm", "add_norm", "gated"]
 
 
 @pytest.mark.gpu

@@ -185,9 +185,10 @@ class FusedDecoder:
         normed = stream.new_empty(stream.shape, dtype=self.dtype)
         activated = normed.new_empty(count, spec.intermediate_size)
         attended = normed.new_empty(count, spec.num_heads * spec.head_dim)
+        wide = rows.tiles is None and count <= products.MOST_WIDE_ROWS
         products.norm(normed, stream, self._layers[0].attention_norm, spec.norm_eps, chained=chained)
         for index, (layer, cache) in enumerate(zip(self._layers, self._kv, strict=True)):
-            qkv = layer.qkv(normed)
+            qkv = self._times(layer.qkv, normed, wide)
             if rows.tiles is not None:
                 self._attend_chunks(layer, qkv, rotations, cache, rows, attended)
             else:
@@ -195,19 +196,38 @@ class FusedDecoder:
                 if partials:
                     attention.combine(layer.attention, partials, rows.positions, attended, chained=chained)
             products.add_norm(
-                stream, layer.output(attended), eps=spec.norm_eps, delta_norm=layer.post_attention_norm,
-                norm=layer.mlp_norm, out=normed, chained=chained,
+                stream, self._times(layer.output, attended, wide, shared=True), eps=spec.norm_eps,
+                delta_norm=layer.post_attention_norm, norm=layer.mlp_norm, out=normed, chained=chained,
             )  # fmt: skip
-            products.gated(activated, layer.gate_up(normed), layer.activation, chained=chained)
+            if wide:
+                products.wide_product(
+                    activated, normed, layer.gate_up.weight, bias=layer.gate_up.bias, activation=layer.activation,
+                    chained=chained,
+                )  # fmt: skip
+            else:
+                products.gated(activated, layer.gate_up(normed), layer.activation, chained=chained)
             last = index + 1 == len(self._layers)
             products.add_norm(
-                stream, layer.down(activated), eps=spec.norm_eps, delta_norm=layer.post_mlp_norm,
-                norm=self._norm if last else self._layers[index + 1].attention_norm, out=normed, chained=chained,
+                stream, self._times(layer.down, activated, wide, shared=True), eps=spec.norm_eps,
+                delta_norm=layer.post_mlp_norm, norm=self._norm if last else self._layers[index + 1].attention_norm,
+                out=normed, chained=chained,
             )  # fmt: skip
         logits = self._head(normed if logit_rows is None else normed[logit_rows])
         if spec.logit_softcap is not None:
             logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
         return logits
+
+    def _times(self, product: _Product, x: Tensor, wide: bool, shared: bool = False) -> Tensor:
+        """The product of many rows; if ``wide`` by our kernel, with ``shared`` in shares for ``add_norm``."""
+        if not wide:
+            return product(x)
+        rows, (outputs, inputs) = len(x), product.weight.shape
+        if shared:
+            y = x.new_empty(products.shares(rows, outputs, inputs), rows, outputs, dtype=torch.float32)
+        else:
+            y = x.new_empty(rows, outputs)
+        products.wide_product(y, x, product.weight, bias=product.bias, chained=self._chained)
+        return y
 
     def _attend_alone(
         self,

@@ -1,14 +1,17 @@
 """Products of a few rows with a weight, and what stands around them in a decoder, in one launch each.
 
-    product   [tiles of outputs]  y = rows @ weight.T, with a norm or the merging of attention's splits ahead of it, and
-                                  bias, gated activation, soft cap or an addition to the residual stream behind it
-    embed     [rows]              a step begins: embeddings of the rows' tokens, rotations of their positions
-    add_norm  [rows]              additions to the residual stream and norms, where they stand alone
-    gated     [chunks, rows]      act(gate) * up, where it stands alone
+    product       [tiles of outputs]          y = rows @ weight.T on CUDA cores, with a norm or the merging of
+                                              attention's splits ahead of it, and bias, gated activation, soft cap or an
+                                              addition to the residual stream behind it
+    wide_product  [tiles of outputs, shares]  the same of more rows on tensor cores, with bias or gated activation; or
+                                              shares of it, by columns
+    embed         [rows]                      a step begins: embeddings of the rows' tokens, rotations of their positions
+    add_norm      [rows]                      additions to the residual stream, of shares too, and norms
+    gated         [chunks, rows]              act(gate) * up, where it stands alone
 
-With so few rows, reading the weight is all that costs time. So ``product`` has its first weights on their way before it
-waits for the kernel ahead of it (CHAINED: programmatic dependent launch, see sampling/kernels.py), and reads rows only
-after that. Everything that a kernel reads before it waits, weights, norms and biases, never changes.
+With so few rows, reading the weight is all that costs time. So products have their first weights on their way before
+they wait for the kernel ahead of them (CHAINED: programmatic dependent launch, see sampling/kernels.py), and read rows
+only after that. Everything that a kernel reads before it waits, weights, norms and biases, never changes.
 
 Sizes: rows [rows, INPUTS], weight [outputs, INPUTS] or, gated, [2 * outputs, INPUTS] with the gates first, all dense.
 Sums, norms and activations are float32. Norm weights are float32 and plain: ``x / sqrt(mean(x²) + eps) * weight``.
@@ -19,6 +22,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from freewheel.ops.attention_kernels import merged, tiles_seen
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -263,6 +268,73 @@ def product(
 
 
 @triton.jit
+def _dot(x, tile, total):
+    """``total`` + x @ tile.T, added in float32."""
+    if INTERPRETED:  # it would multiply the bits of bfloat16
+        x, tile = x.to(tl.float32), tile.to(tl.float32)
+    return tl.dot(x, tl.trans(tile), total, input_precision="tf32x3")
+
+
+@triton.jit
+def _tile(x, rows, start, ROWS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns ``start + [0, COLUMNS)`` of the rows, [ROWS, COLUMNS]; 0 outside."""
+    row, k = tl.arange(0, ROWS), start + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None]
+    if INPUTS % COLUMNS != 0:
+        inside = inside & (k < INPUTS)[None, :]
+    return tl.load(x + row[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def wide_product(
+    y, x, weight, bias, rows, outputs,
+    ROWS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SHARE: tl.constexpr, COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr, ACTIVATION: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """y [rows, outputs] = x [rows, INPUTS] @ weight.T for up to ROWS rows of the weight's type; plus bias; gated.
+
+    Each program computes OUTPUTS outputs of all rows, COLUMNS columns at a time, AHEAD of these chunks read in advance.
+    With SHARE below INPUTS each computes what so many columns add: y is [shares, rows, outputs], for ``add_norm``.
+    """
+    halves: tl.constexpr = 1 if ACTIVATION is None else 2
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    share = tl.program_id(1)
+    begin = share * SHARE
+    present = n < outputs
+    first: tl.constexpr = min(AHEAD * COLUMNS, SHARE)
+    tiles = ()
+    for start in tl.static_range(0, first, COLUMNS):
+        for half in tl.static_range(halves):
+            tiles += (_weights(weight, n + half * outputs, present, begin + start, INPUTS, COLUMNS),)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    parts = ()
+    for start in tl.static_range(0, first, COLUMNS):
+        parts += (_tile(x, rows, begin + start, ROWS, INPUTS, COLUMNS),)
+    sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    ups = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for chunk in tl.static_range(first // COLUMNS):
+        sums = _dot(parts[chunk], tiles[chunk * halves], sums)
+        if halves == 2:
+            ups = _dot(parts[chunk], tiles[chunk * halves + 1], ups)
+    for start in tl.range(begin + first, begin + SHARE, COLUMNS, num_stages=STAGES):
+        part = _tile(x, rows, start, ROWS, INPUTS, COLUMNS)
+        sums = _dot(part, _weights(weight, n, present, start, INPUTS, COLUMNS), sums)
+        if halves == 2:
+            ups = _dot(part, _weights(weight, n + outputs, present, start, INPUTS, COLUMNS), ups)
+    if bias is not None:
+        sums += tl.load(bias + n, mask=n < tl.where(share == 0, outputs, 0), other=0.0)[None, :]
+        if halves == 2:
+            ups += tl.load(bias + outputs + n, mask=present, other=0.0)[None, :]
+    if halves == 2:
+        sums = _gate(sums, ups, ACTIVATION)
+    row = tl.arange(0, ROWS)
+    at = (share * rows + row).to(tl.int64)[:, None] * outputs + n[None, :]
+    tl.store(y + at, sums.to(y.dtype.element_ty), mask=(row < rows)[:, None] & present[None, :])
+
+
+@triton.jit
 def embed(
     stream, table, history, slots, positions, frequencies, factors, rotations, max_length, hidden, scale,
     ROPES: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
@@ -298,11 +370,14 @@ def _normalised(x, norm, size, eps):
 
 
 @triton.jit
-def add_norm(stream, out, delta, delta_norm, norm, size, eps, COLUMNS: tl.constexpr, CHAINED: tl.constexpr):
+def add_norm(
+    stream, out, delta, delta_norm, norm, size, eps,
+    SHARES: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
     """Add rows to the stream and normalise what comes of it: each where its arguments are not None.
 
-    stream [rows, size] += delta, normalised with delta_norm if that is there; out [rows, size] = the stream, normalised
-    with norm. One program has a whole row.
+    stream [rows, size] += the sum of delta [SHARES, rows, size], normalised with delta_norm if that is there; out
+    [rows, size] = the stream, normalised with norm. One program has a whole row.
     """
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, COLUMNS)
     k = tl.arange(0, COLUMNS)
@@ -315,6 +390,9 @@ def add_norm(stream, out, delta, delta_norm, norm, size, eps, COLUMNS: tl.conste
     values = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32)
     if delta is not None:
         added = tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        for share in tl.static_range(1, SHARES):
+            further = tl.num_programs(0).to(tl.int64) * size * share
+            added += tl.load(delta + further + at, mask=inside, other=0.0).to(tl.float32)
         if before is not None:
             added = _normalised(added, before, size, eps)
         values += added

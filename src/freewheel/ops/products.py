@@ -16,7 +16,8 @@ from freewheel.ops.activation import Activation
 from freewheel.ops.attention_gpu import LayerAttention, Partials
 from freewheel.ops.launch import power
 
-MOST_ROWS = 4  # more are quicker in tensor cores
+MOST_ROWS = 4  # of ``product``: more are quicker in tensor cores
+MOST_WIDE_ROWS = 64  # of ``wide_product``: every program reads all rows
 
 
 class Tile(NamedTuple):
@@ -39,6 +40,29 @@ def tile_for(rows: int, outputs: int, inputs: int, gated: bool = False, combined
     columns = min(columns, 512 if rows == 1 else 1024)
     ahead = min(-(-inputs // columns), 16 if rows == 1 else 8)
     return Tile(4 if rows <= 2 else 8, columns, ahead, 4 if rows == 1 else 8)
+
+
+class WideTile(NamedTuple):
+    """How a wide product is divided: see ``product_kernels.wide_product``."""
+
+    outputs: int
+    share: int
+    columns: int
+    ahead: int
+    warps: int
+    stages: int
+
+
+def wide_tile_for(rows: int, outputs: int, inputs: int, gated: bool = False, shared: bool = False) -> WideTile:
+    """How to divide a product of many rows; with ``shared`` columns may be divided as well. Not tuned yet."""
+    columns = min(max(power(inputs), 16), 128)
+    per_program = 16 if gated else 32
+    share = -(-inputs // columns) * columns
+    if shared:
+        programs = -(-outputs // per_program)
+        share = max(-(-inputs // columns) * programs // 132, 1) * columns
+    ahead = min(share // columns, 8)
+    return WideTile(per_program, share, columns, ahead, 8, 3)
 
 
 def product(
@@ -74,6 +98,59 @@ def product(
     """
     _check(x, len(y), weight.shape[1])
     _launch_product(y, x, weight, None, norm, eps, bias, activation, cap, add, chained, tile)
+
+
+def wide_product(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    chained: bool = False,
+    tile: WideTile | None = None,
+) -> None:
+    """``y = x @ weight.T`` for 1 to MOST_WIDE_ROWS rows, on tensor cores.
+
+    Factors have the weight's type, sums are float32. A row's bits depend on how many rows there are, not on what the
+    others hold.
+
+    Args:
+        y: [rows, n] of any floating type; or float32 [shares, rows, n], as ``shares`` says: their sum is the product.
+        x: [rows, m] of the weight's type.
+        weight: [n, m], float32, bfloat16 or float16; with ``activation`` [2n, m], the gates' rows before the ups'.
+        bias: float32, as long as the weight.
+        activation: of the gates, which are multiplied with the ups; not with shares.
+        tile: how to divide the work, ``wide_tile_for`` unless given.
+
+    Raises:
+        ValueError: sizes or types do not fit, or a tensor is not dense.
+    """
+    (rows, inputs), (width, _), outputs = x.shape, weight.shape, y.shape[-1]
+    if not 1 <= rows <= MOST_WIDE_ROWS:
+        raise ValueError(f"a wide product takes 1 to {MOST_WIDE_ROWS} rows, not {rows}")
+    if x.dtype != weight.dtype:
+        raise ValueError(f"a wide product is of one type, not {x.dtype} and {weight.dtype}")
+    shared = y.dim() == 3
+    tile = tile or wide_tile_for(rows, outputs, inputs, activation is not None, shared)
+    count = -(-inputs // tile.share)
+    _check(x, rows, inputs)
+    _check(y, *([count] if shared else []), rows, outputs)
+    _check(weight, outputs if activation is None else 2 * outputs, inputs)
+    if bias is not None:
+        _check(bias, width)
+    if count > 1 and (not shared or activation is not None):
+        raise ValueError(f"{count} shares need room of their own, and cannot be gated")
+    _launch(
+        kernels.wide_product, (-(-outputs // tile.outputs), count), tile.warps, chained,
+        y, x, weight, bias, rows, outputs,
+        max(power(rows), 16), inputs, tile.outputs, tile.share, tile.columns, tile.ahead, activation, tile.stages,
+    )  # fmt: skip
+
+
+def shares(rows: int, outputs: int, inputs: int) -> int:
+    """How many shares a wide product with room for them is divided into."""
+    return -(-inputs // wide_tile_for(rows, outputs, inputs, shared=True).share)
 
 
 def combine_product(
@@ -176,7 +253,7 @@ def add_norm(
 
     Args:
         stream: float32 [rows, n].
-        delta: [rows, n] of any floating type.
+        delta: [rows, n] of any floating type; or [shares, rows, n], to be added up.
         delta_norm, norm: float32 [n].
         out: [rows, n] of any floating type, if and only if there is a ``norm``.
 
@@ -259,15 +336,20 @@ def _launch_norm(
     chained: bool,
 ) -> None:
     rows, size = stream.shape
-    for places in (out, stream, delta):
+    for places in (out, stream):
         if places is not None:
             _check(places, rows, size)
+    if delta is not None:
+        _check(delta, *delta.shape[:-2], rows, size)
     for vector in (delta_norm, weight):
         if vector is not None:
             _check(vector, size)
     columns = power(size)
     warps = min(max(columns // 512, 1), 8)
-    _launch(kernels.add_norm, (rows,), warps, chained, stream, out, delta, delta_norm, weight, size, eps, columns)
+    count = len(delta) if delta is not None and delta.dim() == 3 else 1
+    _launch(
+        kernels.add_norm, (rows,), warps, chained, stream, out, delta, delta_norm, weight, size, eps, count, columns
+    )
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], warps: int, chained: bool, *args: Any) -> None:
