@@ -56,13 +56,11 @@ class WideTile(NamedTuple):
 def wide_tile_for(rows: int, outputs: int, inputs: int, gated: bool = False, shared: bool = False) -> WideTile:
     """How to divide a product of many rows; with ``shared`` columns may be divided as well. Not tuned yet."""
     columns = min(max(power(inputs), 16), 128)
-    per_program = 16 if gated else 32
-    share = -(-inputs // columns) * columns
-    if shared:
-        programs = -(-outputs // per_program)
-        share = max(-(-inputs // columns) * programs // 132, 1) * columns
-    ahead = min(share // columns, 8)
-    return WideTile(per_program, share, columns, ahead, 8, 3)
+    chunks = -(-inputs // columns)
+    if not shared:
+        return WideTile(16 if gated else 32, chunks * columns, columns, 1, 4, 3)
+    each = max(chunks * -(-outputs // 64) // 132, 1)  # for a program each for an H200's processors
+    return WideTile(64, each * columns, columns, min(each, 3), 4, 3)
 
 
 def product(
