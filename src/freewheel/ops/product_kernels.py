@@ -5,7 +5,7 @@
                                               addition to the residual stream behind it
     wide_product  [tiles of outputs, shares]  the same of more rows on tensor cores, with bias or gated activation; or
                                               shares of it, by columns
-    embed         [rows]                      a step begins: embeddings of the rows' tokens, rotations of their positions
+    embed         [rows]                      a step begins: rows' embeddings, and the rotations of their positions
     add_norm      [rows]                      additions to the residual stream, of shares too, and norms
     gated         [chunks, rows]              act(gate) * up, where it stands alone
 
