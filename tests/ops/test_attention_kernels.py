@@ -44,10 +44,10 @@ types = {
     "eps": "fp32", "scale": "fp32",
 }
 shape = {"HEADS": 6, "KV_HEADS": 2, "HEAD_DIM": 80, "DIM": 128, "PAGE_SIZE": 16, "WINDOW": 0, "CAP": 0.0,
-         "TILE": 16, "PART": 8, "STAGES": 0, "CHAINED": True}
+         "TILE": 16, "PART": 8, "STAGES": 0, "SHARES": 1, "CHAINED": True}
 small = {"num_pages": 1, "max_pages": 1}  # integers that are 1 are constants
 for name, constants in [
-    ("attend_decode", {"GROUP": 16, "SPLITS": 4, "WINDOW": 40, "out": None}),
+    ("attend_decode", {"GROUP": 16, "SPLITS": 4, "WINDOW": 40, "out": None, "SHARES": 2}),
     ("attend_decode", {"GROUP": 16, "SPLITS": 1, "CAP": 50.0, "norm_weight": None, "partials": None,
                        "STAGES": 3, **small}),
     ("rotate_and_store", {}),
@@ -165,12 +165,16 @@ class Step:
         whole = torch.int32 if self.dtype == torch.float32 else torch.int16
         assert torch.equal(self.cache.view(whole)[~written], self.cache_before.view(whole)[~written])
 
-    def decode(self, splits: int = SPLITS, rows: slice = slice(None), **options: Any) -> Tensor:
+    def decode(self, splits: int = SPLITS, rows: slice = slice(None), shares: int = 1, **options: Any) -> Tensor:
         self.cache_before = self.cache.clone()
         qkv, slots, positions, rotations = self.qkv[rows], self.slots[rows], self.positions[rows], self.rotations[rows]
         out = torch.full((len(qkv), self.layer.heads * self.layer.head_dim), torch.nan, device=DEVICE)
-        partials = poisoned(make_partials(len(qkv), self.layer, splits, DEVICE)) if splits else None
+        kept = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        partials = poisoned(make_partials(len(qkv), self.layer, splits, DEVICE, kept)) if splits else None
         options = {"tile": TILE, **options}
+        if shares > 1:
+            parts = torch.randn(shares - 1, *qkv.shape, device=DEVICE)
+            qkv = torch.cat([parts, (qkv.float() - parts.sum(0))[None]])
         attend_decode(self.layer, qkv, rotations, self.cache, self.table, slots, positions, partials or out, **options)
         return combine(self.layer, partials, positions, out, tile=options["tile"]) if partials else out
 
@@ -225,6 +229,13 @@ def test_decode_equals_the_definition(options: dict[str, Any]) -> None:
     for splits, stages in ((SPLITS, 0), (0, 0), (0, 3)):
         assert_close(step.decode(splits, stages=stages), attended, torch.float32)
         step.assert_cache(cache)
+
+
+def test_what_is_projected_may_come_in_shares() -> None:
+    step = Step(make_layer(4, 2), [3, 20])
+    _, cache, attended = step.expected()
+    assert_close(step.decode(shares=3), attended, torch.float32)
+    step.assert_cache(cache)
 
 
 @pytest.mark.parametrize("page", [1, 16, 24])

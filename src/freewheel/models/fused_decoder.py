@@ -188,7 +188,7 @@ class FusedDecoder:
         wide = rows.tiles is None and count <= products.MOST_WIDE_ROWS
         products.norm(normed, stream, self._layers[0].attention_norm, spec.norm_eps, chained=chained)
         for index, (layer, cache) in enumerate(zip(self._layers, self._kv, strict=True)):
-            qkv = self._times(layer.qkv, normed, wide)
+            qkv = self._times(layer.qkv, normed, wide and count <= products.MOST_WIDE_ROWS // 2, shared=True)
             if rows.tiles is not None:
                 self._attend_chunks(layer, qkv, rotations, cache, rows, attended)
             else:
@@ -223,7 +223,7 @@ class FusedDecoder:
             return product(x)
         rows, (outputs, inputs) = len(x), product.weight.shape
         if shared:
-            y = x.new_empty(products.shares(rows, outputs, inputs), rows, outputs, dtype=torch.float32)
+            y = x.new_empty(products.shares(outputs, inputs), rows, outputs, dtype=torch.float32)
         else:
             y = x.new_empty(rows, outputs)
         products.wide_product(y, x, product.weight, bias=product.bias, chained=self._chained)
@@ -268,7 +268,9 @@ class FusedDecoder:
         splits = attention.default_splits(count, self.spec.num_kv_heads)
         if splits == 1:
             return None
-        return attention.make_partials(count, self._layers[0].attention, splits, self._table.device)
+        # Float16 could not hold sums over a long context.
+        dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        return attention.make_partials(count, self._layers[0].attention, splits, self._table.device, dtype)
 
 
 def _plain(norm: RMSNorm) -> Tensor:

@@ -77,16 +77,42 @@ class Partials(NamedTuple):
         return self.peaks.shape[2]
 
 
-def make_partials(rows: int, layer: LayerAttention, splits: int, device: torch.device | str) -> Partials:
-    """Room for ``rows``; the layers of a step take turns in it. ``splits`` is a power of two."""
+def make_partials(
+    rows: int,
+    layer: LayerAttention,
+    splits: int,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+) -> Partials:
+    """Room for ``rows``, with what is ``attended`` in this dtype; the layers of a step take turns in it.
+
+    ``splits`` is a power of two.
+    """
     shape = rows, layer.heads, splits
     peaks, sums = torch.empty(2, *shape, device=device).unbind()
-    return Partials(peaks, sums, torch.empty(*shape, layer.head_dim, device=device))
+    return Partials(peaks, sums, torch.empty(*shape, layer.head_dim, dtype=dtype, device=device))
 
 
 def default_splits(rows: int, kv_heads: int) -> int:
     """Splits of the context with which so many rows keep the processors busy."""
     return min(1 << max(round(PROCESSORS / (rows * kv_heads)).bit_length() - 1, 0), 64)
+
+
+class DecodeTile(NamedTuple):
+    """How ``attend_decode`` divides its work; see there."""
+
+    places: int
+    warps: int
+    stages: int
+
+
+def decode_tile(layer: LayerAttention, splits: int, rows: int) -> DecodeTile:
+    """What was quickest on an H200, by how many programs there are for each processor."""
+    if splits > 2:
+        return DecodeTile(layer.tile, 4, 0)
+    if splits * layer.kv_heads * rows < 4 * PROCESSORS:
+        return DecodeTile(layer.tile, 4, 3)
+    return DecodeTile(max(layer.tile // 2, 16), 1, 4)  # many small ones, which wait for no other warp
 
 
 def rows_per_tile(layer: LayerAttention, queries: int = 64) -> int:
@@ -118,14 +144,15 @@ def attend_decode(
     *,
     chained: bool = False,
     tile: int | None = None,
-    warps: int = 4,
+    warps: int | None = None,
     stages: int | None = None,
 ) -> None:
     """Rotates, stores and attends, for rows of which each is the only one of its sequence in the step.
 
     Args:
         layer: see there.
-        qkv: [rows, columns], float32 or bfloat16, straight from the projection.
+        qkv: [rows, columns], any floating type, straight from the projection; or [shares, rows, columns], whose sum it
+            is.
         rotations: float32 [rows, head_dim / 2, 2], cosine and sine for each pair of dimensions.
         cache: the layer's, [2, kv_heads, num_pages, page_size, head_dim]. The rows' keys and values are written.
         page_table: int32 [slots, max_pages].
@@ -135,21 +162,24 @@ def attend_decode(
             of the context leave what they found, for :func:`combine`.
         chained: start while the launch ahead still runs (CUDA devices only). That may then have written ``qkv``, or the
             ``queries`` and new keys and values of the other functions; all else was written at least two launches ago.
-        tile: places of the context that are read at a time, a power of two from 16; None: ``layer.tile``.
+        tile: places of the context that are read at a time, a power of two from 16. With partials ``layer.tile``, or
+            what is given to :func:`combine` as well.
         warps: of a program.
-        stages: tiles on their way at a time; 0: two, in registers, the first before the launch ahead has ended. None: 0
-            for what the processors can take at once, which so starts sooner; else what lets them take more at once.
+        stages: tiles on their way at a time, besides the look-up of their pages; 0: two, in registers, the first
+            before the launch ahead has ended. None of the three: :func:`decode_tile`.
     """
+    shares, rows, _ = qkv.shape if qkv.dim() == 3 else (1, *qkv.shape)
     _check(layer, qkv, cache, rotations)
     partials = None if isinstance(out, Tensor) else out
     splits = 1 if partials is None else partials.splits
-    if stages is None:
-        stages = 0 if splits * layer.kv_heads * len(qkv) <= 2 * PROCESSORS else 3
-    kernels.attend_decode[(splits, layer.kv_heads, len(qkv))](
+    default = decode_tile(layer, splits, rows)
+    tile, warps = tile or default.places, warps or default.warps
+    stages = default.stages if stages is None else stages
+    kernels.attend_decode[(splits, layer.kv_heads, rows)](
         out if partials is None else None, partials, qkv, layer.norm_weight, rotations, cache, page_table, slots,
         positions, layer.eps, layer.scale, cache.shape[2], page_table.shape[1],
-        **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
-        GROUP=max(power(layer.group), 16), SPLITS=splits, TILE=tile or layer.tile, CHAINED=chained,
+        **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0, SHARES=shares,
+        GROUP=max(power(layer.group), 16), SPLITS=splits, TILE=tile, CHAINED=chained,
         num_warps=warps, STAGES=stages, **_options(chained),
     )  # fmt: skip
 
@@ -255,9 +285,9 @@ def attend_chunks(
 
 
 def _check(layer: LayerAttention, qkv: Tensor, cache: Tensor, rotations: Tensor) -> None:
-    if qkv.shape[1:] != (layer.columns,) or not (qkv.is_contiguous() and cache.is_contiguous()):
-        raise ValueError(f"qkv must be contiguous [rows, {layer.columns}], not {list(qkv.shape)}, like the cache")
-    pairs = len(qkv), layer.head_dim // 2, 2
+    if qkv.shape[-1] != layer.columns or not (qkv.is_contiguous() and cache.is_contiguous()):
+        raise ValueError(f"qkv must be contiguous [..., {layer.columns}], not {list(qkv.shape)}, like the cache")
+    pairs = qkv.shape[-2], layer.head_dim // 2, 2
     if rotations.shape != pairs or rotations.dtype != torch.float32 or not rotations.is_contiguous():
         raise ValueError(f"rotations must be contiguous float32 {list(pairs)}, not {list(rotations.shape)}")
     if layer.norm_weight is not None and layer.norm_weight.dtype != torch.float32:

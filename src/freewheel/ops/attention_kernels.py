@@ -25,7 +25,7 @@ Flash-Decoding; pages as in PagedAttention, arXiv 2309.06180)::
 
     peaks       float32 [rows, heads, splits]             largest score, in units of ln 2; -inf if there is none
     sums        float32 [rows, heads, splits]             of 2 ** (score - peak)
-    attended    float32 [rows, heads, splits, head_dim]   of 2 ** (score - peak) * value
+    attended    any     [rows, heads, splits, head_dim]   of 2 ** (score - peak) * value
 
 All three may be unwritten where a row sees nothing of a split (:func:`tiles_seen`), and ``attended`` where
 ``attend_chunks`` left a peak of -inf. :func:`merged` says what to multiply ``attended`` by. Idle rows, whose slot is
@@ -152,6 +152,7 @@ def _leave(partials, index, wanted, peak, total, attended, HEAD_DIM: tl.constexp
     inside = (wanted & (peak > -float("inf")))[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(partials.peaks + index, peak, mask=wanted)
     tl.store(partials.sums + index, total, mask=wanted)
+    attended = attended.to(partials.attended.dtype.element_ty)
     tl.store(partials.attended + index[:, None] * HEAD_DIM + d[None, :], attended, mask=inside)
 
 
@@ -161,9 +162,11 @@ def attend_decode(
     eps, scale, num_pages, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    SHARES: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The group of a key head: one split of what a row sees. The split that holds the row's own place also stores it.
+
+    Queries, keys and values are the sum of SHARES.
 
     Leaves partials, or the attended rows in ``out`` if there are none (SPLITS is 1). GROUP and DIM are heads of a group
     and HEAD_DIM, padded to what tensor cores take. Tiles pass through shared memory in STAGES; or with 0, which reads
@@ -187,7 +190,7 @@ def attend_decode(
         if partials is None:
             tl.store(out + out_at, tl.zeros([GROUP, DIM], out.dtype.element_ty), mask=inside)
         elif slot < 0:
-            nothing = tl.zeros([GROUP, DIM], tl.float32)
+            nothing = tl.zeros([GROUP, DIM], partials.attended.dtype.element_ty)
             tl.store(partials.peaks + index, tl.full([GROUP], -float("inf"), tl.float32), mask=wanted)
             tl.store(partials.sums + index, tl.zeros([GROUP], tl.float32), mask=wanted)
             tl.store(partials.attended + index[:, None] * HEAD_DIM + d[None, :], nothing, mask=inside)
@@ -210,10 +213,16 @@ def attend_decode(
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    qkv += row * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    query = _load_heads(qkv, heads, wanted, HEAD_DIM, DIM)
-    key = _load_heads(qkv, own_head, is_own, HEAD_DIM, DIM)
-    value = _load_heads(qkv, own_head + KV_HEADS, is_own, HEAD_DIM, DIM).to(values.dtype.element_ty)
+    width: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    query = _load_heads(qkv + row * width, heads, wanted, HEAD_DIM, DIM)
+    key = _load_heads(qkv + row * width, own_head, is_own, HEAD_DIM, DIM)
+    value = _load_heads(qkv + row * width, own_head + KV_HEADS, is_own, HEAD_DIM, DIM)
+    for share in tl.static_range(1, SHARES):
+        more = qkv + (share * tl.num_programs(2) + row) * width
+        query += _load_heads(more, heads, wanted, HEAD_DIM, DIM)
+        key += _load_heads(more, own_head, is_own, HEAD_DIM, DIM)
+        value += _load_heads(more, own_head + KV_HEADS, is_own, HEAD_DIM, DIM)
+    value = value.to(values.dtype.element_ty)
     if norm_weight is not None:
         query = _normalised(query, query_weight, eps, HEAD_DIM)
         key = _normalised(key, key_weight, eps, HEAD_DIM)
@@ -388,6 +397,6 @@ def combine(
     peak, total = merged(peaks[None, :], sums[None, :])
     weights = tl.exp2(peaks[None, :] - peak[:, None]) / total[:, None]
     inside = (peaks > -float("inf"))[:, None] & (d < HEAD_DIM)[None, :]
-    parts = tl.load(partials.attended + index[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+    parts = tl.load(partials.attended + index[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
     attended = tl.sum(parts * tl.reshape(weights, [SPLITS])[:, None], 0)
     tl.store(out + head * HEAD_DIM + d, attended.to(out.dtype.element_ty), mask=d < HEAD_DIM)

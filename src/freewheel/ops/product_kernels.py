@@ -55,11 +55,14 @@ def _finish(y, at, inside, values, ups, added, biases, cap, ACTIVATION: tl.const
 
 
 @triton.jit
-def _weights(weight, n, present, start, INPUTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Columns ``start + [0, COLUMNS)`` of the weight's rows ``n``, [OUTPUTS, COLUMNS]; 0 outside."""
+def _weights(weight, n, present, start, INPUTS: tl.constexpr, COLUMNS: tl.constexpr, SHARE: tl.constexpr):
+    """Columns ``start + [0, COLUMNS)`` of the weight's rows ``n``, [OUTPUTS, COLUMNS]; 0 outside.
+
+    Some may be outside unless INPUTS is a multiple of SHARE, itself one of COLUMNS.
+    """
     k = start + tl.arange(0, COLUMNS)
     inside = present[:, None]
-    if INPUTS % COLUMNS != 0:
+    if INPUTS % SHARE != 0:
         inside = inside & (k < INPUTS)[None, :]
     return tl.load(weight + n.to(tl.int64)[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
 
@@ -86,13 +89,28 @@ def _vector(x, start, INPUTS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _splits(attended, peaks, base, first, tiles, i, inside, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """What a row's ``i``-th splits left of its heads, float32 [heads, splits, HEAD_DIM]; and their peaks."""
+    at = base + ((first + i) % SPLITS)[None, :]
+    here = inside & (i < tl.minimum(tiles, SPLITS))[None, :]
+    places = at.to(tl.int64)[:, :, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, None, :]
+    return (
+        tl.load(attended + places, mask=here[:, :, None], other=0.0).to(tl.float32),
+        tl.load(peaks + at, mask=here, other=-float("inf")),
+    )
+
+
+@triton.jit
 def _combined(
     attended, peaks, sums, position, row, start,
     INPUTS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Entries ``start + [0, COLUMNS)`` of a row's attention, its splits added up, float32 [COLUMNS]; 0 outside."""
-    group: tl.constexpr = min(SPLITS, 4)
+    """Entries ``start + [0, COLUMNS)`` of a row's attention, its splits added up, float32 [COLUMNS]; 0 outside.
+
+    The first of them, GROUP, are read while it is found out what to multiply them by.
+    """
+    group: tl.constexpr = min(SPLITS, GROUP)
     head = start // HEAD_DIM + tl.arange(0, COLUMNS // HEAD_DIM)
     inside = (head < INPUTS // HEAD_DIM)[:, None]
     base = ((row * (INPUTS // HEAD_DIM) + head) * SPLITS)[:, None]
@@ -100,19 +118,17 @@ def _combined(
     every = tl.arange(0, SPLITS)
     whole = base + ((first + every) % SPLITS)[None, :]
     seen = inside & (every < tiles)[None, :]
+    some = tl.arange(0, group)
+    near, levels = _splits(attended, peaks, base, first, tiles, some, inside, SPLITS, HEAD_DIM)
     peak, total = merged(
         tl.load(peaks + whole, mask=seen, other=-float("inf")), tl.load(sums + whole, mask=seen, other=0.0)
     )
-    combined = tl.zeros([COLUMNS // HEAD_DIM, HEAD_DIM], tl.float32)
-    for begin in range(0, tl.minimum(tiles, SPLITS), group):  # short contexts fill few splits
-        i = begin + tl.arange(0, group)
-        at = base + ((first + i) % SPLITS)[None, :]
-        here = inside & (i < tiles)[None, :]
-        weights = tl.exp2(tl.load(peaks + at, mask=here, other=-float("inf")) - peak[:, None]) / total[:, None]
-        places = at.to(tl.int64)[:, :, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, None, :]
-        parts = tl.load(attended + places, mask=here[:, :, None], other=0.0)
-        combined += tl.sum(parts * weights[:, :, None], 1)
-    return tl.reshape(combined, [COLUMNS])
+    combined = tl.sum(near * tl.exp2(levels - peak[:, None])[:, :, None], 1)
+    if group < SPLITS:
+        for begin in range(group, tl.minimum(tiles, SPLITS), group):  # short contexts fill few splits
+            near, levels = _splits(attended, peaks, base, first, tiles, begin + some, inside, SPLITS, HEAD_DIM)
+            combined += tl.sum(near * tl.exp2(levels - peak[:, None])[:, :, None], 1)
+    return tl.reshape(combined / total[:, None], [COLUMNS])
 
 
 @triton.jit
@@ -127,7 +143,8 @@ def _rows(
         if peaks is not None:
             rows += (
                 _combined(
-                    x, peaks, sums, places[row], row, start, INPUTS, COLUMNS, SPLITS, HEAD_DIM, TILE, WINDOW
+                    x, peaks, sums, places[row], row, start, INPUTS, COLUMNS, SPLITS, HEAD_DIM, TILE, WINDOW,
+                    8 if ROWS == 1 else 4,
                 ),
             )  # fmt: skip
         else:
@@ -175,7 +192,7 @@ def _products(
     scales = ()
     for chunk in tl.static_range(min(AHEAD, chunks)):
         for half in tl.static_range(HALVES):
-            tiles += (_weights(weight, n + half * outputs, present, chunk * COLUMNS, INPUTS, COLUMNS),)
+            tiles += (_weights(weight, n + half * outputs, present, chunk * COLUMNS, INPUTS, COLUMNS, COLUMNS),)
         if norm is not None:
             scales += (_vector(norm, chunk * COLUMNS, INPUTS, COLUMNS),)
     places = ()
@@ -199,7 +216,11 @@ def _products(
     for chunk in tl.static_range(chunks):
         if chunk + AHEAD < chunks:
             for half in tl.static_range(HALVES):
-                tiles += (_weights(weight, n + half * outputs, present, (chunk + AHEAD) * COLUMNS, INPUTS, COLUMNS),)
+                tiles += (
+                    _weights(
+                        weight, n + half * outputs, present, (chunk + AHEAD) * COLUMNS, INPUTS, COLUMNS, COLUMNS
+                    ),
+                )  # fmt: skip
             if norm is not None:
                 scales += (_vector(norm, (chunk + AHEAD) * COLUMNS, INPUTS, COLUMNS),)
         if chunk + 1 < chunks:
@@ -268,19 +289,21 @@ def product(
 
 
 @triton.jit
-def _dot(x, tile, total):
-    """``total`` + x @ tile.T, added in float32."""
+def _dot(tile, x, total):
+    """``total`` + tile @ x.T, added in float32."""
     if INTERPRETED:  # it would multiply the bits of bfloat16
         x, tile = x.to(tl.float32), tile.to(tl.float32)
-    return tl.dot(x, tl.trans(tile), total, input_precision="tf32x3")
+    return tl.dot(tile, tl.trans(x), total, input_precision="tf32x3")
 
 
 @triton.jit
-def _tile(x, rows, start, ROWS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Columns ``start + [0, COLUMNS)`` of the rows, [ROWS, COLUMNS]; 0 outside."""
+def _tile(
+    x, rows, start, ROWS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr, SHARE: tl.constexpr
+):  # fmt: skip
+    """Columns ``start + [0, COLUMNS)`` of the rows, [ROWS, COLUMNS]; 0 outside, as for ``_weights``."""
     row, k = tl.arange(0, ROWS), start + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None]
-    if INPUTS % COLUMNS != 0:
+    if INPUTS % SHARE != 0:
         inside = inside & (k < INPUTS)[None, :]
     return tl.load(x + row[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
 
@@ -288,50 +311,47 @@ def _tile(x, rows, start, ROWS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.
 @triton.jit
 def wide_product(
     y, x, weight, bias, rows, outputs,
-    ROWS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SHARE: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, SHARE: tl.constexpr, COLUMNS: tl.constexpr,
     AHEAD: tl.constexpr, ACTIVATION: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """y [rows, outputs] = x [rows, INPUTS] @ weight.T for up to ROWS rows of the weight's type; plus bias; gated.
 
-    Each program computes OUTPUTS outputs of all rows, COLUMNS columns at a time, AHEAD of these chunks read in advance.
-    With SHARE below INPUTS each computes what so many columns add: y is [shares, rows, outputs], for ``add_norm``.
+    Each program takes LINES rows of the weight, COLUMNS columns at a time, AHEAD of these chunks read in advance. The
+    weight is the left factor: 64 of its lines fill a tensor core's instruction, however few rows there are. Where
+    gated, the first half of the lines are gates, the others their ups. With SHARE below INPUTS each program computes
+    what so many columns add: y is [shares, rows, outputs], for ``add_norm``.
     """
-    halves: tl.constexpr = 1 if ACTIVATION is None else 2
-    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    each: tl.constexpr = LINES if ACTIVATION is None else LINES // 2
+    line = tl.arange(0, LINES)
+    output = tl.program_id(0) * each + line % each
+    present = output < outputs
+    n = output + line // each * outputs
     share = tl.program_id(1)
     begin = share * SHARE
-    present = n < outputs
     first: tl.constexpr = min(AHEAD * COLUMNS, SHARE)
     tiles = ()
     for start in tl.static_range(0, first, COLUMNS):
-        for half in tl.static_range(halves):
-            tiles += (_weights(weight, n + half * outputs, present, begin + start, INPUTS, COLUMNS),)
+        tiles += (_weights(weight, n, present, begin + start, INPUTS, COLUMNS, SHARE),)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     parts = ()
     for start in tl.static_range(0, first, COLUMNS):
-        parts += (_tile(x, rows, begin + start, ROWS, INPUTS, COLUMNS),)
-    sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    ups = tl.zeros([ROWS, OUTPUTS], tl.float32)
+        parts += (_tile(x, rows, begin + start, ROWS, INPUTS, COLUMNS, SHARE),)
+    sums = tl.zeros([LINES, ROWS], tl.float32)
     for chunk in tl.static_range(first // COLUMNS):
-        sums = _dot(parts[chunk], tiles[chunk * halves], sums)
-        if halves == 2:
-            ups = _dot(parts[chunk], tiles[chunk * halves + 1], ups)
+        sums = _dot(tiles[chunk], parts[chunk], sums)
     for start in tl.range(begin + first, begin + SHARE, COLUMNS, num_stages=STAGES):
-        part = _tile(x, rows, start, ROWS, INPUTS, COLUMNS)
-        sums = _dot(part, _weights(weight, n, present, start, INPUTS, COLUMNS), sums)
-        if halves == 2:
-            ups = _dot(part, _weights(weight, n + outputs, present, start, INPUTS, COLUMNS), ups)
+        part = _tile(x, rows, start, ROWS, INPUTS, COLUMNS, SHARE)
+        sums = _dot(_weights(weight, n, present, start, INPUTS, COLUMNS, SHARE), part, sums)
     if bias is not None:
-        sums += tl.load(bias + n, mask=n < tl.where(share == 0, outputs, 0), other=0.0)[None, :]
-        if halves == 2:
-            ups += tl.load(bias + outputs + n, mask=present, other=0.0)[None, :]
-    if halves == 2:
-        sums = _gate(sums, ups, ACTIVATION)
-    row = tl.arange(0, ROWS)
-    at = (share * rows + row).to(tl.int64)[:, None] * outputs + n[None, :]
-    tl.store(y + at, sums.to(y.dtype.element_ty), mask=(row < rows)[:, None] & present[None, :])
+        sums += tl.load(bias + n, mask=output < tl.where(share == 0, outputs, 0), other=0.0)[:, None]
+    if ACTIVATION is not None:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, [2, each, ROWS]), [1, 2, 0]))
+        sums = _gate(gate, up, ACTIVATION)
+    output, row = tl.program_id(0) * each + tl.arange(0, each), tl.arange(0, ROWS)
+    at = (share * rows + row).to(tl.int64)[None, :] * outputs + output[:, None]
+    tl.store(y + at, sums.to(y.dtype.element_ty), mask=(row < rows)[None, :] & (output < outputs)[:, None])
 
 
 @triton.jit
@@ -384,11 +404,14 @@ def add_norm(
     inside = k < size
     before = None if delta_norm is None else tl.load(delta_norm + k, mask=inside, other=0.0)
     after = None if norm is None else tl.load(norm + k, mask=inside, other=0.0)
+    if delta is not None:  # the stream is as three launches ago or more
+        values = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    values = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32)
-    if delta is not None:
+    if delta is None:
+        values = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32)
+    else:
         added = tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
         for share in tl.static_range(1, SHARES):
             further = tl.num_programs(0).to(tl.int64) * size * share

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from freewheel.ops import product_kernels as kernels
 from freewheel.ops.activation import Activation
-from freewheel.ops.attention_gpu import LayerAttention, Partials
+from freewheel.ops.attention_gpu import PROCESSORS, LayerAttention, Partials
 from freewheel.ops.launch import power
 
 MOST_ROWS = 4  # of ``product``: more are quicker in tensor cores
-MOST_WIDE_ROWS = 64  # of ``wide_product``: every program reads all rows
+MOST_WIDE_ROWS = 128  # of ``wide_product``: every program reads all rows
 
 
 class Tile(NamedTuple):
@@ -33,19 +33,20 @@ def tile_for(rows: int, outputs: int, inputs: int, gated: bool = False, combined
     """How to divide a product with ``outputs`` results of ``inputs`` columns; see scripts/tune_products.py."""
     columns = max(power(inputs), 16)
     if combined:
-        return Tile(4 if rows <= 2 else 8, min(columns, 2048 if rows == 1 else 1024), 2, 8)
+        return Tile(8, min(columns, 2048), 1, 8)
     if outputs * (2 if gated else 1) >= 4096:
-        return Tile(4 if gated and rows == 1 else 8, min(columns, 512), 1 if rows == 1 else 2, 4)
-    # So few outputs make one or two programs an SM: they read ahead all they need, or what registers hold.
+        return Tile(4 if gated and rows == 1 else 8, min(columns, 512), 1 if gated and rows == 1 else 2, 4)
+    # So few outputs make about one program an SM: it reads ahead all it needs, or what registers hold.
     columns = min(columns, 512 if rows == 1 else 1024)
     ahead = min(-(-inputs // columns), 16 if rows == 1 else 8)
-    return Tile(4 if rows <= 2 else 8, columns, ahead, 4 if rows == 1 else 8)
+    few = rows == 2 or (rows == 1 and outputs < 960)
+    return Tile(4 if few else 8, columns, ahead, 4 if rows == 1 else 8)
 
 
 class WideTile(NamedTuple):
     """How a wide product is divided: see ``product_kernels.wide_product``."""
 
-    outputs: int
+    lines: int
     share: int
     columns: int
     ahead: int
@@ -53,14 +54,15 @@ class WideTile(NamedTuple):
     stages: int
 
 
-def wide_tile_for(rows: int, outputs: int, inputs: int, gated: bool = False, shared: bool = False) -> WideTile:
-    """How to divide a product of many rows; with ``shared`` columns may be divided as well. Not tuned yet."""
+def wide_tile_for(rows: int, outputs: int, inputs: int, shared: bool = False) -> WideTile:
+    """How to divide a product of many rows; with ``shared`` columns may be divided as well."""
     columns = min(max(power(inputs), 16), 128)
     chunks = -(-inputs // columns)
     if not shared:
-        return WideTile(16 if gated else 32, chunks * columns, columns, 1, 4, 3)
-    each = max(chunks * -(-outputs // 64) // 132, 1)  # for a program each for an H200's processors
-    return WideTile(64, each * columns, columns, min(each, 3), 4, 3)
+        return WideTile(64, chunks * columns, columns, 0, 4, 4)
+    shares = max(PROCESSORS // -(-outputs // 64), 1)  # a program for each processor
+    each = -(-chunks // shares)
+    return WideTile(64, each * columns, columns, min(each, 3) if rows <= 32 else 1, 4, 3)
 
 
 def product(
@@ -130,7 +132,7 @@ def wide_product(
     if x.dtype != weight.dtype:
         raise ValueError(f"a wide product is of one type, not {x.dtype} and {weight.dtype}")
     shared = y.dim() == 3
-    tile = tile or wide_tile_for(rows, outputs, inputs, activation is not None, shared)
+    tile = tile or wide_tile_for(rows, outputs, inputs, shared)
     count = -(-inputs // tile.share)
     _check(x, rows, inputs)
     _check(y, *([count] if shared else []), rows, outputs)
@@ -140,15 +142,15 @@ def wide_product(
     if count > 1 and (not shared or activation is not None):
         raise ValueError(f"{count} shares need room of their own, and cannot be gated")
     _launch(
-        kernels.wide_product, (-(-outputs // tile.outputs), count), tile.warps, chained,
+        kernels.wide_product, (-(-width // tile.lines), count), tile.warps, chained,
         y, x, weight, bias, rows, outputs,
-        max(power(rows), 16), inputs, tile.outputs, tile.share, tile.columns, tile.ahead, activation, tile.stages,
+        max(power(rows), 16), inputs, tile.lines, tile.share, tile.columns, tile.ahead, activation, tile.stages,
     )  # fmt: skip
 
 
-def shares(rows: int, outputs: int, inputs: int) -> int:
+def shares(outputs: int, inputs: int) -> int:
     """How many shares a wide product with room for them is divided into."""
-    return -(-inputs // wide_tile_for(rows, outputs, inputs, shared=True).share)
+    return -(-inputs // wide_tile_for(1, outputs, inputs, shared=True).share)
 
 
 def combine_product(
@@ -343,7 +345,7 @@ def _launch_norm(
         if vector is not None:
             _check(vector, size)
     columns = power(size)
-    warps = min(max(columns // 512, 1), 8)
+    warps = min(max(columns // 128, 1), 8)
     count = len(delta) if delta is not None and delta.dim() == 3 else 1
     _launch(
         kernels.add_norm, (rows,), warps, chained, stream, out, delta, delta_norm, weight, size, eps, count, columns
