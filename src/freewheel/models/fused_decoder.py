@@ -3,7 +3,8 @@
 Two ways through the layers, which share everything but the products:
 
     few rows    norm and product in one launch, weights read while the launch before still runs; five launches a layer
-    many rows   torch's products, and one launch for each thing between them
+    many rows   products by tensor cores, and one launch for each thing between them; torch's products for prompts and
+                for more than MOST_WIDE_ROWS
 
 The residual stream is float32. Rows name their slot and position; tokens, pages and cached keys are looked up on the
 device, so that a captured graph serves whatever comes.
@@ -188,7 +189,7 @@ class FusedDecoder:
         wide = rows.tiles is None and count <= products.MOST_WIDE_ROWS
         products.norm(normed, stream, self._layers[0].attention_norm, spec.norm_eps, chained=chained)
         for index, (layer, cache) in enumerate(zip(self._layers, self._kv, strict=True)):
-            qkv = self._times(layer.qkv, normed, wide and count <= products.MOST_WIDE_ROWS // 2, shared=True)
+            qkv = self._times(layer.qkv, normed, wide and count <= products.MOST_WIDE_ROWS // 2)
             if rows.tiles is not None:
                 self._attend_chunks(layer, qkv, rotations, cache, rows, attended)
             else:
@@ -196,7 +197,7 @@ class FusedDecoder:
                 if partials:
                     attention.combine(layer.attention, partials, rows.positions, attended, chained=chained)
             products.add_norm(
-                stream, self._times(layer.output, attended, wide, shared=True), eps=spec.norm_eps,
+                stream, self._times(layer.output, attended, wide), eps=spec.norm_eps,
                 delta_norm=layer.post_attention_norm, norm=layer.mlp_norm, out=normed, chained=chained,
             )  # fmt: skip
             if wide:
@@ -208,7 +209,7 @@ class FusedDecoder:
                 products.gated(activated, layer.gate_up(normed), layer.activation, chained=chained)
             last = index + 1 == len(self._layers)
             products.add_norm(
-                stream, self._times(layer.down, activated, wide, shared=True), eps=spec.norm_eps,
+                stream, self._times(layer.down, activated, wide), eps=spec.norm_eps,
                 delta_norm=layer.post_mlp_norm, norm=self._norm if last else self._layers[index + 1].attention_norm,
                 out=normed, chained=chained,
             )  # fmt: skip
@@ -217,15 +218,12 @@ class FusedDecoder:
             logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
         return logits
 
-    def _times(self, product: _Product, x: Tensor, wide: bool, shared: bool = False) -> Tensor:
-        """The product of many rows; if ``wide`` by our kernel, with ``shared`` in shares for ``add_norm``."""
+    def _times(self, product: _Product, x: Tensor, wide: bool) -> Tensor:
+        """The product of many rows; if ``wide`` by our kernel, in shares that what follows adds up."""
         if not wide:
             return product(x)
-        rows, (outputs, inputs) = len(x), product.weight.shape
-        if shared:
-            y = x.new_empty(products.shares(outputs, inputs), rows, outputs, dtype=torch.float32)
-        else:
-            y = x.new_empty(rows, outputs)
+        outputs, inputs = product.weight.shape
+        y = x.new_empty(products.shares(outputs, inputs), len(x), outputs, dtype=torch.float32)
         products.wide_product(y, x, product.weight, bias=product.bias, chained=self._chained)
         return y
 
