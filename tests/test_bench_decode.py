@@ -12,12 +12,22 @@ import pytest
 import torch
 
 from freewheel.bench import decode
-from freewheel.bench.decode import DecodeResult, Loaded, floor_seconds, plot
+from freewheel.bench.decode import DecodeResult, Failed, Loaded, floor_seconds, measure, plot
 from freewheel.bench.shapes import SHAPES, STD, DummyWeights, dummy_model, shape_config, weight_shapes
 from freewheel.bench.steps import Activity, StepProfile, activities_of, host_seconds, profile_steps, summarise, union
-from freewheel.bench.systems import SETTLED, FreewheelEngine, Reads, Setup, TransformersStatic, random_transformers
+from freewheel.bench.systems import (
+    SETTLED,
+    Freewheel,
+    FreewheelEngine,
+    Reads,
+    Setup,
+    TransformersStatic,
+    makers,
+    random_transformers,
+)
 from freewheel.cli import main
 from freewheel.models.spec import ModelSpec
+from freewheel.sampling import Sampler, SampleRows, Samples
 
 TINY = {
     "model_type": "qwen3",
@@ -39,7 +49,7 @@ PARAMETERS = {
     "qwen2.5-7b": 7_615_616_512,
 }
 SMALL = ["--batch", "1,3", "--prompt", "5", "--output", "4", "--repeats", "1"]
-COLUMNS = {"tokens_per_s", "step_ms", "prompt_tokens_per_s", "load_s", "resident_mb"}
+COLUMNS = {"tokens_per_s", "step_ms", "prompt_tokens_per_s", "first_token_ms", "load_s", "resident_mb"}
 
 
 @pytest.fixture
@@ -224,6 +234,131 @@ def test_too_few_tokens_are_not_profiled(setup: Setup) -> None:
     assert not system.engine.has_unfinished
 
 
+# --- variants
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The dtype of the logits of every draw."""
+    dtypes: list[torch.dtype] = []
+    sample = Sampler.sample
+
+    def listen(self: Sampler, logits: torch.Tensor, rows: SampleRows) -> Samples:
+        dtypes.append(logits.dtype)
+        return sample(self, logits, rows)
+
+    monkeypatch.setattr(Sampler, "sample", listen)
+    return dtypes
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_logits_are_copied_to_float32_where_that_is_asked(
+    setup: Setup, sampled: list[torch.dtype], copied: bool
+) -> None:
+    system = FreewheelEngine(replace(setup, dtype="bfloat16", float32_logits=copied))
+    assert system.generate(prompts(setup), 3) == [3, 3, 3]
+    assert set(sampled) == {torch.float32 if copied else torch.bfloat16}
+    assert system.copied == (4 * TINY["vocab_size"] if copied else 0)
+
+
+@pytest.mark.parametrize("draw", ["multinomial", "gumbel", "two_level"])
+def test_a_copy_leaves_the_draw_as_it_is(setup: Setup, draw: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup.sampling["temperature"] = 0.8
+    setup.engine["draw"] = draw
+    made: list[str] = []
+    build = Sampler.__init__
+
+    def listen(self: Sampler, state: Any, *, draw: Any = "two_level") -> None:
+        made.append(draw)
+        build(self, state, draw=draw)
+
+    monkeypatch.setattr(Sampler, "__init__", listen)
+    assert FreewheelEngine(replace(setup, float32_logits=True)).generate(prompts(setup), 3) == [3, 3, 3]
+    assert made == [draw, draw]
+
+
+def test_variants_share_one_model_and_are_measured_in_turn(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[FreewheelEngine] = []
+    lengths: list[tuple[int, int]] = []
+    generate = FreewheelEngine.generate
+
+    def listen(self: FreewheelEngine, prompts: Any, tokens: int) -> list[int]:
+        if self not in engines:
+            engines.append(self)
+        lengths.append((engines.index(self), tokens))
+        return generate(self, prompts, tokens)
+
+    monkeypatch.setattr(FreewheelEngine, "generate", listen)
+    setups = {"plain": setup, "copied": replace(setup, float32_logits=True)}
+    loaded, *results = measure("freewheel", setups, [1, 3], repeats=2)
+    assert isinstance(loaded, Loaded)
+    measured = [result for result in results if isinstance(result, DecodeResult)]
+    assert [(one.variant, one.batch) for one in measured] == [
+        (variant, batch) for batch in (1, 3) for variant in setups
+    ]
+    mib = 4 * TINY["vocab_size"] / 2**20
+    assert [one.copied_mib for one in measured] == [None, mib, None, 3 * mib]
+    once = [(0, 8), (1, 8), *[(0, 1), (0, 40), (1, 1), (1, 40)] * 2]
+    assert lengths == once * 2
+    tables = [engine.engine._runner._decoder.embedding.table for engine in engines]  # type: ignore[attr-defined]
+    assert tables[0] is tables[1]
+
+
+def test_a_variant_that_fails_leaves_the_others(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = FreewheelEngine.generate
+
+    def fail(self: FreewheelEngine, prompts: Any, tokens: int) -> list[int]:
+        if self.copied and len(prompts) > 1:
+            raise MemoryError("no room\nfor more")
+        return generate(self, prompts, tokens)
+
+    monkeypatch.setattr(FreewheelEngine, "generate", fail)
+    unbuilt = replace(setup, engine={"max_model_len": 10**6})
+    setups = {"copied": replace(setup, float32_logits=True), "plain": setup, "long": unbuilt}
+    messages = list(measure("freewheel", setups, [1, 3], repeats=1))
+    [long, copied] = [message for message in messages if isinstance(message, Failed)]
+    assert (long.variant, copied) == ("long", Failed("copied", "MemoryError: no room"))
+    assert long.error.startswith("ValueError: max_model_len")
+    measured = [(one.variant, one.batch) for one in messages if isinstance(one, DecodeResult)]
+    assert measured == [("copied", 1), ("plain", 1), ("plain", 3)]
+
+
+def test_only_a_single_variant_of_a_model_on_the_cpu_is_measured_behind_the_offline_api(
+    setup: Setup, tiny_model: Path
+) -> None:
+    setup = replace(setup, model=str(tiny_model), shape="")
+    [make] = makers("freewheel", {"": setup}).values()
+    assert isinstance(make(), Freewheel)
+    for setups in ({"": replace(setup, float32_logits=True)}, {"a": setup, "b": setup}):
+        assert all(isinstance(make(), FreewheelEngine) for make in makers("freewheel", setups).values())
+
+
+def test_variants_are_tabled_side_by_side(tiny_shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, picture = tmp_path / "report.json", tmp_path / "plot.png"
+    options = ["--draw", "multinomial,two_level", "--float32-logits", "--no-float32-logits", "--temperature", "0.8"]
+    files = ["--shape", tiny_shape, "--json", str(report), "--plot", str(picture)]
+    assert main(["bench", "decode", *SMALL, *options, *files]) == 0
+    written = json.loads(report.read_text())
+    names = [
+        f"{draw}, {copies}"
+        for draw in ("multinomial", "two_level")
+        for copies in ("float32 logits", "no float32 logits")
+    ]
+    assert list(written["variants"]) == names
+    assert written["variants"]["multinomial, no float32 logits"] == {
+        "engine": {"draw": "multinomial"},
+        "float32_logits": False,
+    }
+    results = written["results"]
+    assert [(result["batch"], result["variant"]) for result in results] == [(b, name) for b in (1, 3) for name in names]
+    printed = capsys.readouterr().out
+    table = printed[printed.index("freewheel:float32, side by side") :].splitlines()[2:]
+    assert [line.split("  ")[-1] for line in table] == names * 2
+    firsts = [line.split() for line in table[::4]]
+    assert [(first[0], *first[2:7:2]) for first in firsts] == [("1", *["1.000"] * 3), ("3", *["1.000"] * 3)]
+    assert picture.exists()
+
+
 # --- the others
 
 
@@ -292,6 +427,9 @@ def test_a_model_is_measured_by_name(tiny_shape: str, tmp_path: Path, tiny_model
         ["--top_k", "-2"],
         ["--top_p", "0"],
         ["--draw", "other"],
+        ["--draw", "gumbel,"],
+        ["--draw", "gumbel,two_level"],  # greedy
+        ["--graphs", "--no-fused"],
         ["--lookahead", "9"],
         ["--kv_cache_memory", "0"],
         ["--max_num_batched_tokens", "2"],
@@ -326,13 +464,14 @@ def test_the_plot_shows_every_system_and_its_ceiling(tmp_path: Path) -> None:
 def test_on_a_cuda_device_the_floor_comes_first(
     tiny_shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measured(system: str, setup: Setup, *_: Any) -> Iterator[Loaded | DecodeResult | StepProfile]:
+    def measured(system: str, setups: dict[str, Setup], *_: Any) -> Iterator[Loaded | DecodeResult | StepProfile]:
+        [setup] = setups.values()
         assert (setup.device, setup.output, setup.engine) == ("cuda", 256, {})
         assert setup.dtype == "bfloat16"
         freewheel = system == "freewheel"
         yield Loaded(2.0, 0.25 if freewheel else None, 1_000_000, 1000.0)
         for batch in (1, 8):
-            result = DecodeResult(system, setup.dtype, batch, 100.0 * batch, 10.0, 5000.0, 2.0, 800.0)
+            result = DecodeResult(system, setup.dtype, batch, 100.0 * batch, 10.0, 5000.0, 25.6, 2.0, 800.0)
             yield replace(result, device_mb=900.0, warmup_s=3.0, host_us=55.0 if freewheel else None)
         if freewheel:
             yield summarise([Activity("draw", 0, 3), Activity("draw", 5, 7)], 1, 2)
@@ -357,7 +496,7 @@ def test_on_a_cuda_device_the_floor_comes_first(
         "           batch 1: 1.001 ms a step, at most 999.0 tok/s",
         "           batch 8: 1.008 ms a step, at most 7936.5 tok/s",
     ]
-    assert lines[at + 5].split() == ["1", "100.0", "10.000", "1.001", "10.0%", "55", "5000", "3.00", "900"]
+    assert lines[at + 5].split() == ["1", "100.0", "10.000", "1.001", "10.0%", "55", "25.60", "5000", "3.00", "900"]
     assert lines[at + 8].split() == ["1", "1.0", "0.0", "71.4%", "0.0", "0.000"]
     assert lines[at + 9] == f"{'freewheel:bfloat16':24}  failed: that was all"
     assert "transformers:bfloat16  loaded in 2.00 s" in lines
@@ -389,3 +528,19 @@ def test_steps_on_a_gpu_are_looked_into(tiny_shape: str, tmp_path: Path, capsys:
     printed = capsys.readouterr().out
     assert printed.index("floor  ") < printed.index("of ceiling") < printed.index("occupancy")
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.gpu
+def test_variants_on_a_gpu_are_captured(tiny_shape: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    options = ["--device", "cuda", "--batch", "3", "--prompt", "20", "--output", "60", "--repeats", "1"]
+    variants = ["--draw", "multinomial,gumbel,two_level", "--float32-logits", "--no-float32-logits"]
+    files = ["--shape", tiny_shape, "--json", str(report)]
+    assert main(["bench", "decode", *options, *variants, "--temperature", "0.8", *files]) == 0
+    results = json.loads(report.read_text())["results"]
+    assert [result.get("error") for result in results] == [None] * 6
+    kernels = {result["variant"]: result["steps"]["kernels"] for result in results}
+    for draw in ("multinomial", "gumbel", "two_level"):
+        copied, plain = (kernels[f"{draw}, {which}"] for which in ("float32 logits", "no float32 logits"))
+        assert copied == pytest.approx(plain + 1, abs=0.5)
+        assert draw == "two_level" or plain > kernels["two_level, no float32 logits"]

@@ -36,6 +36,7 @@ class StepProfile:
         kernel_us: microseconds a step by kernel, those that take longest first; side by side they add up to more than
             passes.
         kernel_counts: runs of each a step.
+        variant: of the engine, if there are several.
     """
 
     batch: int
@@ -47,6 +48,7 @@ class StepProfile:
     longest_gap_us: float
     kernel_us: dict[str, float]
     kernel_counts: dict[str, float]
+    variant: str = ""
 
 
 @dataclass(frozen=True)

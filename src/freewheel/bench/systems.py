@@ -1,15 +1,17 @@
 """The systems that decode benchmarks compare, behind one small interface.
 
 Each system is measured in a process of its own (thread pools and memory stay apart). It loads one model and answers
-``generate(prompts, tokens)``: exactly ``tokens`` tokens for each prompt, all prompts at once, no early stop.
+``generate(prompts, tokens)``: exactly ``tokens`` tokens for each prompt, all prompts at once, no early stop. Variants
+of this engine, which differ in its options, run side by side in one process and share the model.
 """
 
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -17,7 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 if TYPE_CHECKING:
     import torch
 
-    from freewheel.models.load import DType
+    from freewheel.config import EngineConfig
+    from freewheel.engine.runner import Runner
+    from freewheel.models.load import DType, LoadedModel
     from freewheel.models.spec import ModelSpec
 
 TokenIds = list[int]
@@ -39,6 +43,7 @@ class Setup:
         prompt, output: tokens of each.
         sampling: fields of :class:`freewheel.sampling.SamplingParams`: temperature, top_k and top_p.
         engine: fields of :class:`freewheel.config.EngineConfig` that differ from the benchmark's.
+        float32_logits: have this engine copy the logits to float32 before it draws, which it has no need to.
     """
 
     model: str
@@ -50,6 +55,7 @@ class Setup:
     output: int
     sampling: dict[str, Any]
     engine: dict[str, Any]
+    float32_logits: bool = False
 
     @property
     def context(self) -> int:
@@ -126,28 +132,31 @@ class Freewheel:
 class FreewheelEngine:
     """This engine alone: token ids in, token ids out.
 
+    Args:
+        setup: how it is to run.
+        model: a loaded one, which several engines may share; None: the setup's is loaded.
+
     Attributes:
         engine: the engine.
         device: where it runs.
         start_s: seconds that it took to build, once the weights were in place.
+        copied: bytes of the float32 copy of a row's logits, or 0.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        from freewheel.bench.shapes import dummy_model
+    def __init__(self, setup: Setup, model: "LoadedModel | None" = None) -> None:
         from freewheel.config import EngineConfig
         from freewheel.engine.build import build_engine
-        from freewheel.models.load import load
 
-        if setup.shape:
-            model = dummy_model(setup.shape, setup.dtype, setup.device)
-        else:
-            model = load(setup.model, dtype=cast("DType", setup.dtype), device=setup.device)
+        model = model or load_model(setup)
         wait_for(setup.device)
         begin = time.perf_counter()
-        self.engine = build_engine(model, EngineConfig(**setup.engine_options))
+        config = EngineConfig(**setup.engine_options)
+        runner = float32_runner(config, model.decoder.device.type) if setup.float32_logits else None
+        self.engine = build_engine(model, config, runner)
         wait_for(setup.device)
         self.start_s = time.perf_counter() - begin
         self.device = setup.device
+        self.copied = 4 * model.spec.vocab_size if setup.float32_logits else 0
         self.reads = Reads.of(model.decoder.weight_bytes, model.spec, model.decoder.dtype)
         self.sampling = setup.sampling
 
@@ -189,9 +198,44 @@ class FreewheelEngine:
             counts[output.request_id] += len(output.token_ids)
 
 
-def make_freewheel(setup: Setup) -> Freewheel | FreewheelEngine:
-    """The offline API for a model on the CPU; the engine alone on CUDA devices, and for random weights."""
-    return FreewheelEngine(setup) if setup.shape or setup.device != "cpu" else Freewheel(setup)
+def load_model(setup: Setup) -> "LoadedModel":
+    """A setup's model for this engine."""
+    from freewheel.bench.shapes import dummy_model
+    from freewheel.models.load import load
+
+    if setup.shape:
+        return dummy_model(setup.shape, setup.dtype, setup.device)
+    return load(setup.model, dtype=cast("DType", setup.dtype), device=setup.device)
+
+
+def float32_runner(config: "EngineConfig", device: str) -> "Callable[..., Runner]":
+    """Makes the runner of this configuration, with a sampler that copies the logits of every step to float32 first.
+
+    That is how many engines draw. The copy is a part of what is captured where draws are.
+    """
+    import torch
+
+    from freewheel.engine.build import runner_for
+    from freewheel.sampling import Sampler, SampleRows, Samples
+
+    class Float32Sampler(Sampler):
+        def sample(self, logits: torch.Tensor, rows: SampleRows) -> Samples:
+            return super().sample(logits.to(torch.float32, copy=True), rows)
+
+    make = runner_for(config, device)
+    return lambda decoder, pool, sampler: make(decoder, pool, Float32Sampler(sampler.state, draw=config.draw))
+
+
+def makers(system: str, setups: Mapping[str, Setup]) -> "dict[str, Callable[[], System]]":
+    """What makes each variant of a system, by its name. The model that those of this engine share is loaded at once.
+
+    This engine is measured behind its offline API where it runs a model on the CPU and has no variants, else alone.
+    """
+    first, *others = setups.values()
+    if system != "freewheel" or not (others or first.shape or first.device != "cpu" or first.float32_logits):
+        return {variant: partial(SYSTEMS[system], setup) for variant, setup in setups.items()}
+    model = load_model(first)
+    return {variant: partial(FreewheelEngine, setup, model) for variant, setup in setups.items()}
 
 
 def wait_for(device: str) -> None:
@@ -360,7 +404,7 @@ def random_transformers(config: dict[str, Any], dtype: "torch.dtype", device: st
 
 
 SYSTEMS: dict[str, Callable[[Setup], System]] = {
-    "freewheel": make_freewheel,
+    "freewheel": Freewheel,
     "transformers": Transformers,
     "transformers-static": TransformersStatic,
     "llamacpp": LlamaCpp,

@@ -15,8 +15,15 @@ from freewheel.models.load import LoadedModel
 from freewheel.sampling import Sampler
 
 
-def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
+def build_engine(
+    model: LoadedModel, config: EngineConfig, runner: Callable[[Any, KVPool, Sampler], Runner] | None = None
+) -> Engine:
     """Size and allocate the key-value cache, and put the engine together.
+
+    Args:
+        model: what it runs.
+        config: its options.
+        runner: makes what runs the steps; None: :func:`runner_for`.
 
     Raises:
         ValueError: the cache cannot be as the configuration asks, and the message gives the numbers; or the device has
@@ -49,7 +56,7 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
         vocab_size=spec.vocab_size,
         valid_vocab_size=model.tokenizer.vocab_size,
         eos_token_ids=model.tokenizer.eos_token_ids,
-        runner=runner_for(config, decoder.device.type),
+        runner=runner or runner_for(config, decoder.device.type),
     )
 
 
