@@ -140,13 +140,30 @@ def test_others_draw_as_often_what_freewheel_draws(fields: dict[str, Any]) -> No
     assert (shares(transformers_draw([fields], rows)(rows)) - theirs).abs().max() < 0.05
 
 
-def test_softmax_is_measured_in_one_pass_and_in_two(capsys: pytest.CaptureFixture[str]) -> None:
+def test_softmax_is_measured_apart_and_fused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def source(vocab: int, batch: int) -> torch.Tensor:
         return random_logits(batch, vocab, "float32", "cuda" if torch.cuda.is_available() else "cpu")
 
-    [result] = print_softmax(measure_softmax([(300, 1)], source, 1, 1e9))
-    assert min(result.floor, result.torch, result.one_pass, result.two_pass) > 0
-    assert "two passes" in capsys.readouterr().out
+    sizes = [(300, 1), (301, 1)]
+    monkeypatch.setattr("freewheel.bench.sampler.MOST_ONE_PASS", 300)
+    results = print_softmax(measure_softmax(sizes, source, 1, 1e9))
+    assert [(result.vocab, result.batch) for result in results] == sizes
+    for result in results:
+        assert min(result.floor, result.apart, result.fused, result.two_pass) > 0
+    assert [result.one_pass is None for result in results] == [False, True]
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.endswith("one pass two passes")
+    assert [line.split()[-2] == "-" for line in lines] == [False, True]
+
+
+def test_measuring_softmax_leaves_the_logits_as_they_are() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    logits = random_logits(1, 300, "float32", device)
+    before = logits.clone()
+    list(measure_softmax([(300, 1)], lambda vocab, batch: logits, 1, 1e9))
+    assert torch.equal(logits, before)
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:

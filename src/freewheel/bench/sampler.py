@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 Source = Callable[[int, int], "Tensor"]  # from vocabulary and batch to logits [buffers, batch, vocab]
 
 BATCHES, VOCABS = "1,8", "49152,151936"
-SOFTMAX_VOCABS = "8192,16384,32768,49152,65536,131072"
+SOFTMAX_VOCABS = "8192,16384,32768,49152,65536,131072,151936"
+MOST_ONE_PASS = 131_072  # entries; a wider row is far from fitting into registers, and takes long to compile
 SOFTMAX_BATCHES = "1,32,128,256"
 BYTES_BATCHES = "32"
 
@@ -62,14 +63,22 @@ class SamplerResult:
 
 @dataclass(frozen=True)
 class SoftmaxResult:
-    """Seconds of one softmax."""
+    """Seconds of temperature and softmax.
+
+    Attributes:
+        floor: of a read of the logits and a write of float32 probabilities.
+        apart: of a float32 copy, its division and softmax, as torch's operations.
+        fused: of this engine's operation, which chooses between the kernels of the two that follow.
+        one_pass: None above ``MOST_ONE_PASS`` entries.
+    """
 
     vocab: int
     batch: int
     floor: float
-    torch: float
-    one_pass: float
+    apart: float
+    fused: float
     two_pass: float
+    one_pass: float | None = None
 
 
 def measure(
@@ -88,20 +97,22 @@ def measure(
 def measure_softmax(
     sizes: Sequence[tuple[int, int]], source: Source, rounds: int, bytes_per_s: float
 ) -> Iterator[SoftmaxResult]:
-    """Temperature and softmax in torch, and by the kernels in one pass and in two; the floor is a read and a write."""
+    """Temperature and softmax apart, fused, and by the kernels in one pass and in two, all in turn."""
     import torch
 
-    from freewheel.sampling.probabilities import softmax_into
+    from freewheel.sampling.probabilities import softmax, softmax_into
 
     temperature = TEMPERATURE["temperature"]
     for vocab, batch in sizes:
         logits = source(vocab, batch)
         out = torch.empty(batch, vocab, device=logits.device)
         ways = {
-            "torch": lambda logits: (logits.float() / temperature).softmax(-1),
-            "one_pass": partial(softmax_into, out, temperature=temperature, one_pass=True),
+            "apart": lambda logits: logits.to(torch.float32, copy=True).div_(temperature).softmax(-1),
+            "fused": partial(softmax, temperature=temperature, out=out, fused=True),
             "two_pass": partial(softmax_into, out, temperature=temperature, one_pass=False),
         }
+        if vocab <= MOST_ONE_PASS:
+            ways["one_pass"] = partial(softmax_into, out, temperature=temperature, one_pass=True)
         seconds = {name: time for name, (time, _) in median_times(ways, logits, rounds).items()}
         yield SoftmaxResult(vocab, batch, (logits[0].nbytes + out.nbytes) / bytes_per_s, **seconds)
 
@@ -145,7 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mode.add_argument("--logits", type=Path, metavar="FILE", help="recorded logits instead of random ones")
     mode.add_argument("--record", type=Path, metavar="FILE", help="write a model's logits to FILE, and measure nothing")
     mode.add_argument(
-        "--softmax", action="store_true", help="measure softmax, in one pass and in two, in place of the sampler"
+        "--softmax", action="store_true", help="measure temperature and softmax, apart and fused, not the sampler"
     )
     parser.add_argument(
         "--bytes",
@@ -268,11 +279,14 @@ def print_launches(systems: Mapping[str, Maker], logits: "Tensor") -> dict[str, 
 
 def print_softmax(results: Iterable[SoftmaxResult]) -> list[SoftmaxResult]:
     """A table line for each result, as it comes."""
-    print(f"{'softmax of':>10}{'batch':>6}{'floor':>9}{'torch':>11}{'one pass':>11}{'two passes':>11}")
+    print(f"{'softmax of':>10}{'batch':>6}{'floor':>9}{'apart':>11}{'fused':>11}{'x apart':>9}", end="")
+    print(f"{'one pass':>11}{'two passes':>11}")
     done = []
     for result in results:
-        times = "".join(f"{time * 1e6:11.1f}" for time in (result.torch, result.one_pass, result.two_pass))
-        print(f"{result.vocab:10}{result.batch:6}{result.floor * 1e6:9.1f}{times}", flush=True)
+        floor, apart, fused, two = (time * 1e6 for time in (result.floor, result.apart, result.fused, result.two_pass))
+        one = "-" if result.one_pass is None else f"{result.one_pass * 1e6:.1f}"
+        times = f"{floor:9.1f}{apart:11.1f}{fused:11.1f}{apart / fused:9.1f}{one:>11}{two:11.1f}"
+        print(f"{result.vocab:10}{result.batch:6}{times}", flush=True)
         done.append(result)
     return done
 
