@@ -3,8 +3,9 @@
 #   tests      the tests of whatever has kernels, and every other one with the marker gpu
 #   sampler    freewheel bench sampler on random logits, with a plot
 #   real       the same on the recorded logits in .logits/ (freewheel bench sampler --record), beside torch alone
-#   softmax    softmax in one pass and in two
+#   softmax    temperature and softmax, apart and fused
 #   decode     freewheel bench decode on random weights, beside transformers, with a plot and a trace
+#   published  old ways against new, in one run each: draws, softmax, and a float32 copy of the logits
 #   bytes      what the sampler reads and writes, counted by the GPU; needs NVIDIA's ncu
 # Logs, JSON and plots go to $OUT (default: gpu-results); a short table comes last. Wheels in .whl/ fill what python3
 # lacks.
@@ -23,6 +24,9 @@ failed=0
 bench() { # NAME OPTION...
     local command="python3 -m freewheel bench sampler --device cuda --dtype bfloat16"
     $command --json "$OUT/$1.json" "${@:2}" >"$OUT/$1.log" 2>&1 || failed=1
+}
+decode() { # NAME OPTION...
+    python3 -m freewheel bench decode --device cuda --json "$OUT/$1.json" "${@:2}" >"$OUT/$1.log" 2>&1 || failed=1
 }
 for part in "${@:-tests}"; do
     case $part in
@@ -46,9 +50,17 @@ for part in "${@:-tests}"; do
         bench softmax --softmax
         ;;
     decode)
-        python3 -m freewheel bench decode --device cuda --shape qwen3-0.6b --systems freewheel,transformers --batch 1,32,128 \
-            --temperature 0.8 --top-k 50 --top-p 0.95 --json "$OUT/decode.json" --plot "$OUT/decode.png" \
-            --trace "$OUT/decode-trace.json.gz" >"$OUT/decode.log" 2>&1 || failed=1
+        decode decode --shape qwen3-0.6b --systems freewheel,transformers --batch 1,32,128 \
+            --temperature 0.8 --top-k 50 --top-p 0.95 --plot "$OUT/decode.png" --trace "$OUT/decode-trace.json.gz"
+        ;;
+    published)
+        for shape in qwen3-0.6b qwen3-1.7b; do
+            decode "published-draws-$shape" --shape $shape --batch 1,32 --temperature 0.8 --repeats 5 \
+                --draw multinomial,gumbel,two_level
+        done
+        bench published-softmax --softmax --batch 32,128,256
+        decode published-float32-logits --shape qwen3-0.6b --batch 128 --temperature 1 --repeats 5 \
+            --float32-logits --no-float32-logits
         ;;
     bytes)
         bench bytes --bytes --vocab 151936
