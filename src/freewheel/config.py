@@ -5,6 +5,8 @@ from typing import Literal
 
 Draw = Literal["two_level", "gumbel", "multinomial"]
 
+MOST_LOOKAHEAD = 8
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -55,8 +57,9 @@ class EngineConfig:
                 f"({self.max_num_seqs}), so that every running sequence can advance in a step"
             )
         ahead = self.lookahead
-        if ahead is not None and (isinstance(ahead, bool) or not isinstance(ahead, int) or not 0 <= ahead <= 8):
-            raise ValueError(f"lookahead must be an integer from 0 to 8 or None, not {ahead!r}")
+        most = MOST_LOOKAHEAD
+        if ahead is not None and (isinstance(ahead, bool) or not isinstance(ahead, int) or not 0 <= ahead <= most):
+            raise ValueError(f"lookahead must be an integer from 0 to {most} or None, not {ahead!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching must be True or False, not {self.enable_prefix_caching!r}")
         for name in ("fused", "graphs"):

@@ -1,5 +1,6 @@
 """An engine whose steps are run by kernels gives the answers of one whose steps are run by torch."""
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,19 +10,20 @@ import pytest
 import torch
 
 from freewheel.cache.pool import KVPool
-from freewheel.config import EngineConfig
+from freewheel.config import MOST_LOOKAHEAD, EngineConfig
 from freewheel.engine.build import runner_for
 from freewheel.engine.engine import Engine
-from freewheel.engine.runner import Runner
+from freewheel.engine.runner import InFlight, Runner, Span
 from freewheel.models.decoder import kv_cache_shape
 from freewheel.models.load import load
 from freewheel.request import Request
-from freewheel.sampling import SamplingParams
+from freewheel.sampling import SamplingParams, SamplingState
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
 
 from mock_model import Collected, collect, run
 
+from freewheel.engine import device_runner
 from freewheel.engine.device_runner import DeviceRunner
 from freewheel.ops import attention_gpu, products
 
@@ -37,13 +39,13 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention_gpu, "default_splits", lambda rows, kv_heads: 2 if rows < 3 else 1)
 
 
-def make_engine(
-    path: Path, device: str, runner: Callable[..., Runner], lookahead: int = 0, fused: bool | None = None
-) -> Engine:
+def make_engine(path: Path, device: str, runner: Callable[..., Runner], lookahead: int = 0) -> Engine:
     model = load(path, dtype="float32", device=device)
     spec = model.spec
     storage = torch.zeros(spec.num_layers, *kv_cache_shape(spec, 24, 4), device=device)
-    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=12, page_size=4, lookahead=lookahead, fused=fused)
+    config = EngineConfig(
+        max_num_seqs=4, max_num_batched_tokens=12, page_size=4, lookahead=lookahead, fused=runner is DeviceRunner
+    )
     return Engine(
         model.decoder,
         KVPool(storage, slots=4),
@@ -77,7 +79,7 @@ def test_cuda_devices_get_this_runner_unless_kernels_are_not_wanted() -> None:
     assert runner_for(EngineConfig(), "cpu") is Runner
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("lookahead", [0, 3])
 def test_answers_are_those_of_torch(tiny_model: Path, lookahead: int) -> None:
     expected = run(make_engine(tiny_model, "cpu", Runner), requests())
     engine = make_engine(tiny_model, DEVICE, DeviceRunner, lookahead)
@@ -103,7 +105,7 @@ def test_a_step_that_fails_in_part_changes_no_other_answer(tiny_model: Path, mon
     params = SamplingParams(temperature=0.0, frequency_penalty=1.5, max_tokens=8, ignore_eos=True)
     lasting = Request("a", (10, 11, 12, 13), params)
     expected = run(make_engine(tiny_model, "cpu", Runner), [lasting])["a", 0].tokens
-    engine = make_engine(tiny_model, DEVICE, DeviceRunner, fused=True)
+    engine = make_engine(tiny_model, DEVICE, DeviceRunner)
     engine.add(lasting)
     collected: dict[tuple[str, int], Collected] = {}
     for _ in range(2):
@@ -129,6 +131,119 @@ def test_a_step_that_fails_leaves_no_trace_on_the_device(tiny_model: Path, monke
     following = Request("b", (20, 21, 22, 23, 24, 25), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     expected = run(make_engine(tiny_model, "cpu", Runner), [following])["b", 0].tokens
     assert run(engine, [following])["b", 0].tokens == expected
+
+
+def decoding(path: Path, slots: int = 3) -> tuple[DeviceRunner, SamplingState]:
+    """A runner whose slots hold sequences of 4 tokens, the last one drawn."""
+    engine = make_engine(path, DEVICE, DeviceRunner)
+    runner, state = engine._runner, engine._state
+    assert isinstance(runner, DeviceRunner)
+    for slot in range(slots):
+        engine._pool.set_pages(slot, 0, list(range(6 * slot, 6 * slot + 6)))
+        state.join(slot, SamplingParams(), [10 + slot, 11, 12], seed=slot)
+    runner.launch([Span(slot, 0, 3, True) for slot in range(slots)]).result()
+    return runner, state
+
+
+class Decoding:
+    """Launches steps of the sequences in some slots, and reads them late: each must bring what went to the history."""
+
+    def __init__(self, runner: Runner, state: SamplingState) -> None:
+        self._runner = runner
+        self._state = state
+        self._lengths = [4] * len(state.settings)
+        self._flights: deque[tuple[list[Span], InFlight]] = deque()
+
+    def launch(self, *slots: int) -> None:
+        spans = [Span(slot, self._lengths[slot] - 1, 1, True) for slot in slots]
+        self._flights.append((spans, self._runner.launch(spans)))
+        for slot in slots:
+            self._lengths[slot] += 1
+
+    def read(self, left: int = 0) -> None:
+        """All but the last ``left`` launches."""
+        while len(self._flights) > left:
+            spans, flight = self._flights.popleft()
+            result = flight.result()
+            assert result.tokens == [int(self._state.history[span.slot, span.start + 1]) for span in spans]
+            assert result.statuses == [0] * len(spans)
+            assert result.logprobs == [None] * len(spans)
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_results_are_those_of_their_launch_however_late_they_are_read(tiny_model: Path, late: int) -> None:
+    steps = Decoding(*decoding(tiny_model))
+    for slots in [(0,), (0,), (0, 1), (0, 1, 2), (0, 2), (2, 0), (2,), *[(1,)] * 8, (1, 2), (1, 0, 2)]:
+        steps.launch(*slots)
+        steps.read(late)
+    steps.read()
+
+
+def test_a_step_of_more_rows_than_a_graph_takes_has_a_place_for_each_part(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_runner, "BUCKETS", (1, 2))
+    steps = Decoding(*decoding(tiny_model, slots=4))
+    for _ in range(MOST_LOOKAHEAD + 3):  # of 9 and 9 places
+        steps.launch(0, 1, 2, 3)
+        steps.read(MOST_LOOKAHEAD)
+    steps.read()
+
+
+def test_results_that_were_overwritten_are_not_given(tiny_model: Path) -> None:
+    steps = Decoding(*decoding(tiny_model, slots=1))
+    for _ in range(MOST_LOOKAHEAD + 2):
+        steps.launch(0)
+    with pytest.raises(RuntimeError, match="more than 9 launches were in flight"):
+        steps.read()
+    steps.read()  # the others are there
+
+
+def test_whole_steps_are_captured_for_demands_that_recur(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is none: it runs the same again."""
+    captured = []
+
+    class Repeated:
+        def __init__(self, _: DeviceRunner, run: Callable[[], Any]) -> None:
+            self.replay = run
+            captured.append(self)
+
+    monkeypatch.setattr(DeviceRunner, "_capture", lambda *args: Repeated(*args))
+    monkeypatch.setattr(device_runner, "MOST_WHOLE", 1)
+    runner, state = decoding(tiny_model)
+    runner._graphs = True
+    steps = Decoding(runner, state)
+    for params in [SamplingParams(), SamplingParams(top_k=3), SamplingParams()]:
+        state.join(2, params, [12, 11, 12], seed=2)  # not in the step: what slots may ask counts
+        for _ in range(device_runner.RARE):
+            steps.launch(0)
+        before = len(captured)
+        steps.launch(0)
+        steps.launch(0)
+        assert len(captured) == before + 1
+        assert [*runner._steps[1].whole.values()] == captured[-1:]
+        steps.read()
+    assert len(captured) == 4, "the decoder, and each demand"
+
+
+@pytest.mark.parametrize("part", ["decoder", "results"])
+def test_a_launch_that_fails_between_others_changes_none_of_them(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Before its rows have moved on, or after."""
+    steps = Decoding(*decoding(tiny_model))
+    for _ in range(2):
+        steps.launch(0, 1)
+    with monkeypatch.context() as broken:
+        if part == "decoder":
+            broken.setattr(DeviceRunner, "_sample", lambda *_: 1 / 0)
+        else:
+            broken.setattr(device_runner, "on_its_way", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            steps.launch(0, 1)
+    for slots in [(0, 1), (0, 1), (1,), (0, 1)]:
+        steps.launch(*slots)
+    steps.read()
 
 
 def fails_once(engine: Engine, part: str, monkeypatch: pytest.MonkeyPatch) -> None:

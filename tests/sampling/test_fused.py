@@ -37,7 +37,8 @@ work += "*i64 *fp64 *i32".split()
 types = {
     "inputs": fused.Inputs(*inputs), "work": fused.Workspace(*work), "tokens": "*i64", "statuses": "*u8",
     "out": fused.Described("*fp32", "*i64", "*i64", "*fp32", "*i64"), "slots": "*i64", "positions": "*i64",
-    "history": "*i64", "weights": "*fp32", "random": "*i1", "settings": "*i64", "bits": "*i32", "counts": "*i32",
+    "weights": "*fp32", "random": "*i1",
+    "sequences": fused.Sequences("*i64", "i32", "*i64", "*i32", "*i32", "i32", "i32"),
 }
 kernels = vars(baseline_kernels) | vars(draw_kernels) | vars(edit_kernels) | vars(finish_kernels)
 kernels |= vars(truncation_kernels)

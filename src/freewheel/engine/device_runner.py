@@ -1,41 +1,52 @@
 """Runs the rows of a step on a CUDA device: kernels, captured graphs, nothing that waits.
 
-A row that is the only one of its sequence goes through two graphs, captured for each number of rows in ``BUCKETS``: the
-first leads from tokens to logits; the second draws, appends and moves the rows on, and there is one for whatever the
-sequences in slots demand. All that they depend on, slots, positions, tokens, pages and parameters, is data on the
-device: for a batch that stays as it is nothing is uploaded. Rows of prefill chunks are launched one kernel at a time.
+A row that is the only one of its sequence goes through a graph of the whole step: decoder, draw, and what moves the
+rows on. There is one for each number of rows in ``BUCKETS`` and for whatever the sequences in slots demand; a demand
+that is seldom met makes do with a graph of the decoder. All that they depend on, slots, positions, tokens, pages and
+parameters, is data on the device: for a batch that stays as it is nothing is uploaded. The tokens it writes into host
+memory itself. Rows of prefill chunks are launched one kernel at a time.
 """
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from freewheel.cache.pool import KVPool
-from freewheel.config import EngineConfig
+from freewheel.config import MOST_LOOKAHEAD, EngineConfig
 from freewheel.engine.engine import MAX_SCORED_ROWS
-from freewheel.engine.runner import InFlight, Launched, Runner, Span, StepResult
+from freewheel.engine.ring import Ring
+from freewheel.engine.runner import InFlight, Launched, Runner, Span, StepResult, by_row, on_its_way
 from freewheel.engine.scheduler import pages_for
+from freewheel.engine.step_kernels import StepInputs, advance
 from freewheel.models.decoder import Decoder, kv_cache_shape
 from freewheel.models.fused_decoder import FusedDecoder, Rows
 from freewheel.ops.attention_gpu import plan_tiles
-from freewheel.sampling import Sampler, SampleRows, Samples
+from freewheel.ops.launch import dependent_launch
+from freewheel.sampling import Logprobs, Sampler, SampleRows
+from freewheel.sampling.fused import sequences_of
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-RARE = 4  # times that a demand is met before its draw is captured
-MOST_DRAWS = 16  # captured for a step; that which was not needed for longest makes room
+RARE = 4  # times that a demand is met before its step is captured; at least once, which compiles its kernels
+MOST_WHOLE = 16  # captured for a number of rows; that which was not needed for longest makes room
 
 
-class _Draw(NamedTuple):
-    """Draws a step's tokens, appends them, and moves its rows on by one; where the tokens are then."""
+T = TypeVar("T")
+
+
+class _Captured(NamedTuple, Generic[T]):
+    """A graph, and tensors that it leaves, until another one of its runner is replayed."""
 
     graph: torch.cuda.CUDAGraph
-    samples: Samples
+    left: T
+
+    def replay(self) -> T:
+        self.graph.replay()
+        return self.left
 
 
 @dataclass
@@ -43,31 +54,31 @@ class _Step:
     """A decode step of some number of rows.
 
     Attributes:
-        inputs: int64 [5, rows]: slots, -1 of idle rows; positions; the positions that follow; slots for sampling; how
-            far the row moves on, 1 or 0 of idle rows.
-        logits: [rows, vocab_size], where the graph leaves them.
-        graph: from inputs to logits.
-        draws: what follows, for demands on the sampler that were met often.
+        inputs: int64 [5, rows], the columns that follow.
+        columns: of the inputs.
+        rows: for the decoder, of the same.
+        sample_rows: for the sampler.
+        ring: where the results go.
+        decoder: from inputs to logits [rows, vocab_size], captured.
+        whole: all of the step, down to log probabilities, for demands on the sampler that were met often.
         met: how often the others were, lately.
         expected: slots and positions that are in ``inputs``.
     """
 
     inputs: Tensor
-    logits: Tensor
-    graph: "torch.cuda.CUDAGraph | None" = None
-    draws: dict[Hashable, _Draw] = field(default_factory=dict)
+    ring: Ring
+    columns: StepInputs = field(init=False)
+    rows: Rows = field(init=False)
+    sample_rows: SampleRows = field(init=False)
+    decoder: _Captured[Tensor] | None = None
+    whole: dict[Hashable, _Captured[Logprobs | None]] = field(default_factory=dict)
     met: Counter[Hashable] = field(default_factory=Counter)
     expected: tuple[list[int], list[int]] = ([], [])
 
-    @property
-    def rows(self) -> Rows:
-        """For the decoder."""
-        return Rows(self.inputs[0], self.inputs[1])
-
-    @property
-    def sample_rows(self) -> SampleRows:
-        """For the sampler."""
-        return SampleRows(self.inputs[3], self.inputs[2])
+    def __post_init__(self) -> None:
+        self.columns = columns = StepInputs(*self.inputs.unbind())
+        self.rows = Rows(columns.slots, columns.positions)
+        self.sample_rows = SampleRows(columns.sample_slots, columns.following)
 
 
 class DeviceRunner(Runner):
@@ -75,7 +86,8 @@ class DeviceRunner(Runner):
 
     Args:
         decoder: the model, not quantised.
-        pool, sampler: see :class:`Runner`.
+        pool: see :class:`Runner`.
+        sampler: of a state that keeps tables for kernels.
         graphs: capture decode steps; None: on CUDA devices.
     """
 
@@ -88,15 +100,24 @@ class DeviceRunner(Runner):
         self._versions = [0] * slots
         self._fused = FusedDecoder(decoder, state.history, self._page_table, pool.layers)
         self._spare_slot = slots
+        # An engine launches one step more than it looks ahead, this one perhaps in parts, before it reads the first.
+        self._places = (MOST_LOOKAHEAD + 1) * -(-slots // BUCKETS[-1])
+        chained = dependent_launch(pool.device)
+        self._options: dict[str, Any] = {"PLACES": self._places, "CHAINED": chained, "num_warps": 1}
+        if chained:
+            self._options["launch_pdl"] = True
         self._graphs = pool.device.type == "cuda" if graphs is None else graphs
+        # All graphs share memory, and each may write over whatever another left there. They run one after the other, in
+        # one stream, and what one leaves is used up there before the next is launched: logits by the draw that is
+        # launched right after them, log probabilities by the copies to the host. What lasts was not allocated during a
+        # capture: inputs, ring, cache, history, and the sampler's tables and workspace.
+        self._memory = torch.cuda.graph_pool_handle() if self._graphs else None
         self._steps: dict[int, _Step] = {}
 
     def preparations(self) -> list[tuple[str, Callable[[], None]]]:
         """Compiling kernels and capturing graphs, the largest first: what it leaves serves the others."""
-        most = next((bucket for bucket in BUCKETS if bucket >= self._spare_slot), BUCKETS[-1])
-        steps = [
-            (f"steps of up to {rows} rows", partial(self._rehearse, rows)) for rows in reversed(BUCKETS) if rows <= most
-        ]
+        sizes = reversed(buckets(self._spare_slot))
+        steps = [(f"steps of up to {rows} rows", partial(self._rehearse, rows)) for rows in sizes]
         return [("prompts", self._rehearse_prompt), *steps]
 
     @torch.inference_mode()
@@ -107,10 +128,11 @@ class DeviceRunner(Runner):
     @torch.inference_mode()
     def _rehearse(self, rows: int) -> None:
         step = self._step(rows)
+        step.expected = [], []
+        self._put(step, [], [])
+        self._sample(step, self._fused(step.rows))
         if self._graphs:
-            self._capture_draw(step, self._sampler.demand)
-        else:
-            self._fused(step.rows)
+            self._capture_whole(step, self._sampler.demand)
         self._wait()
 
     def _wait(self) -> None:
@@ -123,90 +145,86 @@ class DeviceRunner(Runner):
         self._upload_pages(spans)
         alone = [i for i, span in enumerate(spans) if span.rows == 1 and span.sample and not span.scored]
         rest = sorted(set(range(len(spans))).difference(alone))
-        groups = [(alone[i : i + BUCKETS[-1]], self._decode) for i in range(0, len(alone), BUCKETS[-1])]
+        groups: list[tuple[list[int], Callable[[list[Span]], InFlight]]] = []
+        for i in range(0, len(alone), BUCKETS[-1]):
+            groups.append((alone[i : i + BUCKETS[-1]], self._decode))
         if rest:
             groups.append((rest, self._chunks))
         parts = [(members, run([spans[i] for i in members])) for members, run in groups]
         return parts[0][1] if len(parts) == 1 else Parts(spans, parts)
 
-    def _decode(self, spans: Sequence[Span]) -> Launched:
+    def _decode(self, spans: Sequence[Span]) -> "Decoded":
         step = self._step(next(bucket for bucket in BUCKETS if bucket >= len(spans)))
         slots, positions = [span.slot for span in spans], [span.start for span in spans]
         expected, step.expected = step.expected, ([], [])  # unknown, should anything below fail
         if expected != (slots, positions):
-            self._place(step, slots, positions)
-        if step.graph is None:
-            step.logits = self._fused(step.rows)
-            samples = self._sample(step)
-        else:
-            step.graph.replay()
-            samples = self._replay_draw(step)
+            self._put(step, slots, positions)
+        logprobs = self._replay(step) if self._graphs else self._sample(step, self._fused(step.rows))
+        decoded = Decoded(step.ring, len(spans), logprobs)
         step.expected = slots, [position + 1 for position in positions]
-        return Launched(samples, [], self._device, len(spans))
+        return decoded
 
-    def _place(self, step: _Step, slots: list[int], positions: list[int]) -> None:
-        """Put these rows into a step's inputs."""
+    def _put(self, step: _Step, slots: list[int], positions: list[int]) -> None:
+        """Put these rows into a step's inputs; the others are idle."""
         idle = [0] * (step.inputs.shape[1] - len(slots))
-        columns = [
-            [*slots, *(-1 for _ in idle)],
-            [*positions, *idle],
-            [*(position + 1 for position in positions), *idle],
-            [*slots, *(self._spare_slot for _ in idle)],
-            [*(1 for _ in slots), *idle],
-        ]
+        columns = StepInputs(
+            slots=[*slots, *(-1 for _ in idle)],
+            positions=[*positions, *idle],
+            following=[*(position + 1 for position in positions), *idle],
+            sample_slots=[*slots, *(self._spare_slot for _ in idle)],
+            places=[*(step.ring.place for _ in slots), *idle],
+        )
         step.inputs.copy_(self._pinned(torch.tensor(columns)), non_blocking=True)
 
-    def _sample(self, step: _Step) -> Samples:
-        rows = step.sample_rows
-        samples = self._sampler.sample(step.logits, rows)
-        self._sampler.state.append(rows.slots, rows.positions, samples.tokens)
-        step.inputs[1:3] += step.inputs[4]
-        return samples
+    def _sample(self, step: _Step, logits: Tensor) -> Logprobs | None:
+        """Draw, and let the rows advance. The log probabilities, if any row asks for them."""
+        samples = self._sampler.sample(logits, step.sample_rows)
+        sequences = sequences_of(self._sampler.state)
+        # Chained: it starts early, whichever kernel the draw ends with.
+        advance[(len(samples.tokens),)](
+            step.columns, samples.tokens, samples.status, step.ring.words, sequences, **self._options
+        )
+        return samples.logprobs
 
     def _step(self, rows: int) -> _Step:
-        """The decode step of so many rows; captured when it is first asked for."""
+        """The decode step of so many rows; its decoder is captured when it is first asked for."""
         if rows not in self._steps:
-            inputs = torch.zeros(5, rows, dtype=torch.int64, device=self._device)
-            step = _Step(inputs, inputs)
-            self._place(step, [], [])  # all idle: what a rehearsal computes goes nowhere
+            inputs = torch.zeros(len(StepInputs._fields), rows, dtype=torch.int64, device=self._device)
+            step = _Step(inputs, Ring(rows, self._places, self._device))
+            self._put(step, [], [])  # all idle: what a rehearsal computes goes nowhere
             if self._graphs:
                 self._fused(step.rows)  # compiles kernels and picks products, which capturing must not see
-                graph = torch.cuda.CUDAGraph()
-                with self._capture(graph):
-                    step.logits = self._fused(step.rows)
-                step.graph = graph
+                step.decoder = self._capture(lambda: self._fused(step.rows))
             self._steps[rows] = step  # only now: a capture may fail
         return self._steps[rows]
 
-    def _replay_draw(self, step: _Step) -> Samples:
-        """What follows a step's logits, by a graph if the sequences in slots have asked for the same before."""
+    def _replay(self, step: _Step) -> Logprobs | None:
+        """A step by one graph, if the sequences in slots have asked for the same before."""
         demand = self._sampler.demand
-        if demand not in step.draws:
+        if demand not in step.whole:
             step.met[demand] += 1
             if step.met[demand] <= RARE:  # capturing stops the device
-                return self._sample(step)
-            self._capture_draw(step, demand)
-        draw = step.draws[demand] = step.draws.pop(demand)  # the latest stands last
-        draw.graph.replay()
-        return draw.samples
+                assert step.decoder is not None
+                return self._sample(step, step.decoder.replay())
+            self._capture_whole(step, demand)
+        whole = step.whole[demand] = step.whole.pop(demand)  # the latest stands last
+        return whole.replay()
 
-    def _capture_draw(self, step: _Step, demand: Hashable) -> None:
-        if len(step.draws) == MOST_DRAWS:
-            torch.cuda.synchronize(self._device)
-            del step.draws[next(iter(step.draws))]
-        # As above. No token is appended yet.
-        tokens, rows = self._sampler.sample(step.logits, step.sample_rows).tokens, step.sample_rows
-        self._sampler.state.append(rows.slots, rows.positions, torch.full_like(tokens, -1))
-        graph = torch.cuda.CUDAGraph()
-        with self._capture(graph):
-            samples = self._sample(step)
-        step.draws[demand] = _Draw(graph, samples)
+    def _capture_whole(self, step: _Step, demand: Hashable) -> None:
+        """Capture a step whose kernels have been launched for this demand before: compiling must not be seen."""
+        if len(step.whole) == MOST_WHOLE:
+            self._wait()
+            del step.whole[next(iter(step.whole))]
+        step.whole[demand] = self._capture(lambda: self._sample(step, self._fused(step.rows)))
         step.met.clear()
 
-    def _capture(self, graph: "torch.cuda.CUDAGraph") -> AbstractContextManager[None]:
+    def _capture(self, run: Callable[[], T]) -> _Captured[T]:
         torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
-        return torch.cuda.graph(graph, capture_error_mode="thread_local")
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            left = run()
+        return _Captured(graph, left)
 
     def _chunks(self, spans: Sequence[Span]) -> Launched:
         slots = [span.slot for span in spans for _ in range(span.rows)]
@@ -245,6 +263,11 @@ class DeviceRunner(Runner):
         return numbers.pin_memory() if self._device.type == "cuda" else numbers
 
 
+def buckets(slots: int) -> list[int]:
+    """Numbers of rows that steps of so many sequences have."""
+    return [rows for rows in BUCKETS if rows < 2 * slots]
+
+
 def idle_chunk(fused: FusedDecoder, rows: int, logit_rows: int) -> tuple[Rows, Tensor]:
     """A prompt of so many rows that leaves no trace."""
     device = fused.device
@@ -255,26 +278,55 @@ def idle_chunk(fused: FusedDecoder, rows: int, logit_rows: int) -> tuple[Rows, T
 
 @torch.inference_mode()
 def working_memory(decoder: Decoder, config: EngineConfig) -> int:
-    """Bytes that steps take on a CUDA device besides the cache: of the largest one, measured, and of graphs' logits."""
+    """Bytes that steps take on a CUDA device besides the cache.
+
+    Measured for the largest chunk and for the largest decode step, which is captured in memory of its own: all graphs
+    share that, but for the logits that each graph of a decoder keeps.
+    """
     device = decoder.device
     history = torch.zeros(1, 1, dtype=torch.int64, device=device)
     caches = [torch.zeros(kv_cache_shape(decoder.spec, 1, 1), dtype=decoder.dtype, device=device)]
     fused = FusedDecoder(decoder, history, history.int(), caches * decoder.spec.num_layers)
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    rows = config.most_rows(device.type)
-    fused(*idle_chunk(fused, rows, min(rows, config.max_num_seqs + MAX_SCORED_ROWS)))
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
+
+    def peak(rows: Rows, logit_rows: Tensor | None = None) -> int:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        fused(rows, logit_rows)
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+    rows, steps = config.most_rows(device.type), buckets(config.max_num_seqs)
+    chunk = peak(*idle_chunk(fused, rows, min(rows, config.max_num_seqs + MAX_SCORED_ROWS)))
+    idle = torch.full((steps[-1],), -1, device=device)
+    decode = peak(Rows(idle, torch.zeros_like(idle)))
     torch.cuda.empty_cache()  # for the pool to have it
-    return peak + sum(BUCKETS) * decoder.spec.vocab_size * decoder.dtype.itemsize
+    return chunk + decode + sum(steps) * decoder.spec.vocab_size * decoder.dtype.itemsize
+
+
+class Decoded:
+    """A decode step whose results may not have arrived yet. Log probabilities set out for the host at once."""
+
+    def __init__(self, ring: Ring, rows: int, logprobs: Logprobs | None) -> None:
+        """The results of the launch that was just made; the first ``rows`` are wanted."""
+        self._ring = ring
+        self._rows = rows
+        self._logprobs: Logprobs | None = on_its_way(logprobs)
+        self._number = ring.launched()
+
+    def result(self) -> StepResult:
+        """Wait for the results."""
+        results = self._ring.result(self._number)
+        tokens, statuses = results[:, : self._rows].tolist()
+        if self._logprobs is None:
+            return StepResult(tokens, statuses, [None] * self._rows, [])
+        return StepResult(tokens, statuses, by_row(torch.from_numpy(results[0]), self._logprobs)[: self._rows], [])
 
 
 class Parts:
     """A step whose spans were launched in several parts."""
 
-    def __init__(self, spans: Sequence[Span], parts: Sequence[tuple[Sequence[int], Launched]]) -> None:
+    def __init__(self, spans: Sequence[Span], parts: Sequence[tuple[Sequence[int], InFlight]]) -> None:
         self._spans = spans
         self._parts = parts
 

@@ -78,12 +78,9 @@ class Launched:
         samples: Samples | None,
         scores: list[tuple[Tensor, Logprobs]],
         device: torch.device,
-        count: int | None = None,
     ) -> None:
-        """Of the sampled rows, the first ``count`` are wanted; None: all."""
-        self._count = count
-        self.samples: Samples | None = _on_its_way(samples)
-        self.scores: list[tuple[Tensor, Logprobs]] = _on_its_way(scores)
+        self.samples: Samples | None = on_its_way(samples)
+        self.scores: list[tuple[Tensor, Logprobs]] = on_its_way(scores)
         self._arrived = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def result(self) -> StepResult:
@@ -95,27 +92,20 @@ class Launched:
         logprobs: list[TokenLogprobs | None] = []
         if self.samples is not None:
             tokens, statuses = self.samples.tokens.tolist(), self.samples.status.tolist()
-            logprobs = [None] * len(tokens)
-            if self.samples.logprobs is not None:
-                rows = self.samples.logprobs.rows
-                described = describe(self.samples.tokens[rows], self.samples.logprobs)
-                for row, logprob in zip(rows.tolist(), described):
-                    if logprob.ranks[0]:  # 0: the row did not ask
-                        logprobs[row] = logprob
-        scores = [describe(*scored) for scored in self.scores]
-        return StepResult(tokens[: self._count], statuses[: self._count], logprobs[: self._count], scores)
+            logprobs = by_row(self.samples.tokens, self.samples.logprobs)
+        return StepResult(tokens, statuses, logprobs, [describe(*scored) for scored in self.scores])
 
 
-def _on_its_way(value: Any) -> Any:
+def on_its_way(value: Any) -> Any:
     """The same with each CUDA tensor replaced by a copy in pinned host memory, which may arrive later."""
     if isinstance(value, Tensor) and value.is_cuda:
         return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
     if isinstance(value, list | tuple):
-        return type(value)(map(_on_its_way, value))
+        return type(value)(map(on_its_way, value))
     if isinstance(value, Samples) and value.packed is not None:
-        return Samples.unpack(_on_its_way(value.packed), _on_its_way(value.logprobs))
+        return Samples.unpack(on_its_way(value.packed), on_its_way(value.logprobs))
     if isinstance(value, Samples | Logprobs):
-        return type(value)(*(_on_its_way(getattr(value, part.name)) for part in fields(value)))
+        return type(value)(*(on_its_way(getattr(value, part.name)) for part in fields(value)))
     return value
 
 
@@ -206,6 +196,16 @@ class Runner:
     def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:
         """Lists of one length as int64, in one copy."""
         return torch.tensor(columns, dtype=torch.int64, device=self._device).unbind()
+
+
+def by_row(tokens: Tensor, logprobs: Logprobs | None) -> list[TokenLogprobs | None]:
+    """Log probabilities of each row's token, if the row asked for them; both on the host."""
+    result: list[TokenLogprobs | None] = [None] * len(tokens)
+    if logprobs is not None:
+        for row, logprob in zip(logprobs.rows.tolist(), describe(tokens[logprobs.rows], logprobs)):
+            if logprob.ranks[0]:  # 0: the row did not ask
+                result[row] = logprob
+    return result
 
 
 def describe(tokens: Tensor, logprobs: Logprobs) -> list[TokenLogprobs]:

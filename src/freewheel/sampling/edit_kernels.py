@@ -103,17 +103,21 @@ def edit(inputs, IDS: tl.constexpr, CHAINED: tl.constexpr):
 
 
 @triton.jit
-def append(slots, positions, tokens, history, max_length, settings, bits, counts, words, vocab_size):
-    """Write each row's token to its sequence's history and counts, unless it has none (-1)."""
+def append(slots, positions, tokens, sequences):
+    """Add each row's token to its sequence."""
     row = tl.program_id(0)
-    token = tl.load(tokens + row)
+    add_token(sequences, tl.load(slots + row), tl.load(positions + row), tl.load(tokens + row))
+
+
+@triton.jit
+def add_token(sequences, slot, position, token):
+    """Write a token to the history and counts of the sequence in a slot, unless there is none (-1)."""
     if token >= 0:
-        slot = tl.load(slots + row)
-        tl.store(history + slot * max_length + tl.load(positions + row), token)
-        if (_setting(settings, slot, EDIT_KINDS) & PENALISED) != 0:
-            edit_row = _setting(settings, slot, EDIT_ROW)
-            plane = bits + edit_row * (PLANES * words) + (token >> 5)
+        tl.store(sequences.history + slot * sequences.max_length + position, token)
+        if (_setting(sequences.settings, slot, EDIT_KINDS) & PENALISED) != 0:
+            edit_row = _setting(sequences.settings, slot, EDIT_ROW)
+            plane = sequences.bits + edit_row * (PLANES * sequences.words) + (token >> 5)
             bit = (tl.full([], 1, tl.int64) << (token & 31)).to(tl.int32)
-            tl.atomic_add(counts + edit_row * vocab_size + token, 1, sem="relaxed")
-            tl.atomic_or(plane + SEEN * words, bit, sem="relaxed")
-            tl.atomic_or(plane + TOUCHED * words, bit, sem="relaxed")
+            tl.atomic_add(sequences.counts + edit_row * sequences.vocab_size + token, 1, sem="relaxed")
+            tl.atomic_or(plane + SEEN * sequences.words, bit, sem="relaxed")
+            tl.atomic_or(plane + TOUCHED * sequences.words, bit, sem="relaxed")

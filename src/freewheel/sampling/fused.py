@@ -79,6 +79,18 @@ class Described(NamedTuple):
     top_ranks: Any
 
 
+class Sequences(NamedTuple):
+    """What ``edit_kernels.add_token`` adds a token to: tensors, and sizes."""
+
+    history: Tensor
+    max_length: int
+    settings: Tensor
+    bits: Tensor
+    counts: Tensor
+    words: int
+    vocab_size: int
+
+
 class Demand(NamedTuple):
     """What the sequences in slots may ask together; kernels and grids of a call follow from it and its rows.
 
@@ -257,7 +269,7 @@ class FusedSampler:
         random = torch.empty(rows, dtype=torch.bool, device=tokens.device)
         args = weights, random, statuses, blocks
         launch(baseline_kernels.spread, (-(-blocks // 8), rows), args, (8, *changes), 4, False)
-        tokens.copy_(weights.multinomial(1)[:, 0].where(random, tokens))
+        torch.where(random, weights.multinomial(1)[:, 0], tokens, out=tokens)  # a kernel, that others may be chained to
 
     def _room(self, rows: int, width: int) -> Described:
         """Room for the log probabilities of so many rows and of ``width`` alternatives."""
@@ -319,10 +331,14 @@ class FusedSampler:
 
 def append(state: SamplingState, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
     """``SamplingState.append`` of a state with tables, by a kernel."""
+    slots, positions, tokens = (numbers.long().contiguous() for numbers in (slots, positions, tokens))
+    edit_kernels.append[(len(slots),)](slots, positions, tokens, sequences_of(state))
+
+
+def sequences_of(state: SamplingState) -> Sequences:
+    """What a kernel adds the tokens of a state with tables to; a captured one, as long as the demand stays."""
     tables = state.tables
     assert tables is not None
-    slots, positions, tokens = (numbers.long().contiguous() for numbers in (slots, positions, tokens))
-    edit_kernels.append[(len(slots),)](
-        slots, positions, tokens, state.history, state.max_length, tables.settings, tables.bits, tables.counts,
-        tables.words, state.vocab_size,
-    )  # fmt: skip
+    return Sequences(
+        state.history, state.max_length, tables.settings, tables.bits, tables.counts, tables.words, state.vocab_size
+    )

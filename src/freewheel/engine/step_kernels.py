@@ -1,0 +1,58 @@
+"""The end of a decode step: its tokens go to their sequences and to the host, and its rows move on.
+
+The ring is in pinned host memory, where the device writes itself: a copy of so few bytes would take longer than the
+kernels around it. What a kernel has written there, the host sees once the kernel has ended.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from freewheel.sampling.edit_kernels import add_token
+
+
+class StepInputs(NamedTuple):
+    """What a decode step is told of its rows: int64 [rows] each.
+
+    Attributes:
+        slots: whose sequence; -1 of idle rows.
+        positions: where in its sequence.
+        following: the positions that follow, where the tokens go.
+        sample_slots: the same slots, but for idle rows one that nobody has.
+        places: where in the ring the results go.
+    """
+
+    slots: Any
+    positions: Any
+    following: Any
+    sample_slots: Any
+    places: Any
+
+
+@triton.jit
+def advance(inputs, tokens, statuses, ring, sequences, PLACES: tl.constexpr, CHAINED: tl.constexpr):
+    """Take each row's token, which goes where the row does next. One program has a row; idle ones stay as they are.
+
+    ring is int64 [PLACES, 2, rows]: tokens and statuses. Each row counts its own place, so that no program depends on
+    another.
+    """
+    row = tl.program_id(0)
+    slot = tl.load(inputs.slots + row)
+    position = tl.load(inputs.positions + row)
+    following = tl.load(inputs.following + row)
+    place = tl.load(inputs.places + row)
+    if CHAINED:  # what was read above, this kernel alone writes
+        gdc_wait()
+    if slot >= 0:
+        token = tl.load(tokens + row)
+        status = tl.load(statuses + row).to(tl.int64)
+        rows = tl.num_programs(0)
+        result = ring + place * 2 * rows + row
+        tl.store(result, token)
+        tl.store(result + rows, status)
+        tl.store(inputs.positions + row, position + 1)
+        tl.store(inputs.following + row, following + 1)
+        tl.store(inputs.places + row, tl.where(place + 1 < PLACES, place + 1, 0))
+        add_token(sequences, slot, following, token)

@@ -1,0 +1,75 @@
+"""How a decode step ends. Without a CUDA device the kernel runs in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from freewheel.sampling import SamplingParams, SamplingState, tables
+
+pytest.importorskip("triton", reason="Triton is made for Linux only")
+
+from freewheel.engine import step_kernels
+from freewheel.engine.ring import Ring
+from freewheel.engine.step_kernels import StepInputs
+from freewheel.ops.launch import dependent_launch
+from freewheel.sampling.fused import sequences_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+COMPILED = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from freewheel.engine.step_kernels import StepInputs, advance
+from freewheel.sampling.fused import Sequences
+
+signature = {
+    "inputs": StepInputs(*["*i64"] * 5), "tokens": "*i64", "statuses": "*u8", "ring": "*i64",
+    "sequences": Sequences("*i64", "i32", "*i64", "*i32", "*i32", "i32", "i32"),
+    "PLACES": "constexpr", "CHAINED": "constexpr",
+}
+compile(ASTSource(advance, signature, constexprs={"PLACES": 9, "CHAINED": True}), target=GPUTarget("cuda", 90, 32))
+print("compiled")
+"""
+
+
+def test_tokens_go_to_sequences_and_host_and_rows_move_on() -> None:
+    places, slots = 3, [2, 0, -1]
+    state = SamplingState(4, 50, 16, device=DEVICE, fused=True)
+    state.join(2, SamplingParams(frequency_penalty=1.0), [5, 6], seed=0)
+    state.join(0, SamplingParams(), [7], seed=0)
+    columns = torch.tensor([slots, [1, 0, 8], [2, 1, 9], [2, 0, 3], [1, 1, 0]], device=DEVICE)
+    ring = Ring(3, places, DEVICE)
+    ring.words.fill_(-7)
+    ring.launched()  # so that places agree
+    history = state.history.clone()
+    chained = dependent_launch(DEVICE)
+    options: dict[str, Any] = {"launch_pdl": True} if chained else {}
+    drawn = [([10, 20, 30], [0, 0, 0]), ([11, -1, 31], [0, 2, 0]), ([10, 22, 32], [0, 0, 1])]
+    for step, (tokens, statuses) in enumerate(drawn):
+        step_kernels.advance[(3,)](
+            StepInputs(*columns.unbind()), torch.tensor(tokens, device=DEVICE),
+            torch.tensor(statuses, dtype=torch.uint8, device=DEVICE), ring.words, sequences_of(state),
+            **{"PLACES": places, "CHAINED": chained}, **options,
+        )  # fmt: skip
+        for row, position in enumerate((2 + step, 1 + step)):
+            if tokens[row] >= 0:
+                history[slots[row], position] = tokens[row]
+        number = ring.launched()
+        assert ring.result(number).tolist() == [[*tokens[:2], -7], [*statuses[:2], -7]]
+        assert torch.equal(state.history, history)
+    moved = [slots, [4, 3, 8], [5, 4, 9], [2, 0, 3], [1, 1, 0]]
+    assert columns.tolist() == moved, "3 steps lead around the ring"
+    assert state.tables is not None
+    counts = state.tables.counts[int(state.tables.settings[2, tables.EDIT_ROW])]
+    assert counts.nonzero().flatten().tolist() == [10, 11]
+    assert counts[[10, 11]].tolist() == [2, 1]
+
+
+def test_the_kernel_compiles_without_a_device() -> None:
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=COMPILED)
+    assert done.stdout == "compiled\n", done.stderr
