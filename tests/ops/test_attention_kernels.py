@@ -47,8 +47,8 @@ shape = {"HEADS": 6, "KV_HEADS": 2, "HEAD_DIM": 80, "DIM": 128, "PAGE_SIZE": 16,
          "TILE": 16, "PART": 8, "STAGES": 0, "SHARES": 1, "CHAINED": True}
 small = {"num_pages": 1, "max_pages": 1}  # integers that are 1 are constants
 for name, constants in [
-    ("attend_decode", {"GROUP": 16, "SPLITS": 4, "WINDOW": 40, "out": None, "SHARES": 2}),
-    ("attend_decode", {"GROUP": 16, "SPLITS": 1, "CAP": 50.0, "norm_weight": None, "partials": None,
+    ("attend_decode", {"GROUP": 4, "SPLITS": 4, "WINDOW": 40, "out": None, "SHARES": 2}),
+    ("attend_decode", {"GROUP": 1, "SPLITS": 1, "CAP": 50.0, "norm_weight": None, "partials": None,
                        "STAGES": 3, **small}),
     ("rotate_and_store", {}),
     ("rotate_and_store", {"norm_weight": None, **small}),
@@ -367,7 +367,7 @@ def test_tiles_cover_all_rows() -> None:
 
 def test_splits_occupy_the_processors() -> None:
     assert [default_splits(1, kv_heads) for kv_heads in (1, 2, 4, 8, 16, 32, 200)] == [64, 64, 32, 16, 8, 4, 1]
-    assert [default_splits(rows, 8) for rows in (1, 2, 4, 8, 16, 32, 256)] == [16, 8, 4, 2, 1, 1, 1]
+    assert [default_splits(rows, 8) for rows in (1, 2, 4, 8, 16, 32, 256)] == [16, 8, 4, 4, 2, 1, 1]
 
 
 @pytest.mark.parametrize("wrong", ["columns", "stride", "weight", "rotations"])
@@ -448,7 +448,7 @@ def test_a_graph_of_chained_launches_serves_changing_rows() -> None:
     layer = make_layer(16, 8, 128)
     step = Step(layer, [700, 3, 64, 5000], dtype=torch.bfloat16, page=16)
     expected = step.decode(16, tile=None)
-    partials = make_partials(4, layer, 16, DEVICE)
+    partials = make_partials(4, layer, 16, DEVICE, torch.bfloat16)
     slots, positions = torch.full_like(step.slots, -1), torch.zeros_like(step.positions)
     qkv, rotations = torch.zeros_like(step.qkv), torch.zeros_like(step.rotations)
     out = torch.zeros(4, 16 * 128, device=DEVICE)

@@ -253,7 +253,7 @@ def test_wide_products_with_gates(activation: Any) -> None:
 )
 def test_wide_products_in_shares_add_up(outputs: int, inputs: int, tile: WideTile | None) -> None:
     x, weight, bias, stream = random(7, inputs), random(outputs, inputs), random(outputs), random(7, outputs, seed=1)
-    count = products.shares(outputs, inputs) if tile is None else -(-inputs // tile.share)
+    count = products.shares(weight) if tile is None else -(-inputs // tile.share)
     assert count > 1
     parts = torch.full((count, 7, outputs), torch.nan, device=DEVICE)
     products.wide_product(parts, x, weight, bias=bias, tile=tile)

@@ -222,8 +222,7 @@ class FusedDecoder:
         """The product of many rows; if ``wide`` by our kernel, in shares that what follows adds up."""
         if not wide:
             return product(x)
-        outputs, inputs = product.weight.shape
-        y = x.new_empty(products.shares(outputs, inputs), len(x), outputs, dtype=torch.float32)
+        y = x.new_empty(products.shares(product.weight), len(x), len(product.weight), dtype=torch.float32)
         products.wide_product(y, x, product.weight, bias=product.bias, chained=self._chained)
         return y
 

@@ -94,8 +94,12 @@ def make_partials(
 
 
 def default_splits(rows: int, kv_heads: int) -> int:
-    """Splits of the context with which so many rows keep the processors busy."""
-    return min(1 << max(round(PROCESSORS / (rows * kv_heads)).bit_length() - 1, 0), 64)
+    """Splits of the context with which so many rows keep the processors busy, and long contexts short.
+
+    Few rows have half as many: every program of the product that follows reads all of them.
+    """
+    programs = PROCESSORS if rows <= 4 else 2 * PROCESSORS
+    return min(1 << max(round(programs / (rows * kv_heads)).bit_length() - 1, 0), 64)
 
 
 class DecodeTile(NamedTuple):
@@ -179,7 +183,7 @@ def attend_decode(
         out if partials is None else None, partials, qkv, layer.norm_weight, rotations, cache, page_table, slots,
         positions, layer.eps, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0, SHARES=shares,
-        GROUP=max(power(layer.group), 16), SPLITS=splits, TILE=tile, CHAINED=chained,
+        GROUP=power(layer.group), SPLITS=splits, TILE=tile, CHAINED=chained,
         num_warps=warps, STAGES=stages, **_options(chained),
     )  # fmt: skip
 

@@ -169,7 +169,7 @@ def attend_decode(
     Queries, keys and values are the sum of SHARES.
 
     Leaves partials, or the attended rows in ``out`` if there are none (SPLITS is 1). GROUP and DIM are heads of a group
-    and HEAD_DIM, padded to what tensor cores take. Tiles pass through shared memory in STAGES; or with 0, which reads
+    and HEAD_DIM, padded to powers of two. Tiles pass through shared memory in STAGES; or with 0, which reads
     the first one before the wait, through registers.
     """
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)

@@ -54,9 +54,9 @@ class WideTile(NamedTuple):
     stages: int
 
 
-def wide_tile_for(rows: int, outputs: int, inputs: int, shared: bool = False) -> WideTile:
+def wide_tile_for(rows: int, outputs: int, inputs: int, itemsize: int = 2, shared: bool = False) -> WideTile:
     """How to divide a product of many rows; with ``shared`` columns may be divided as well."""
-    columns = min(max(power(inputs), 16), 128)
+    columns = min(max(power(inputs), 16), 256 // itemsize)
     chunks = -(-inputs // columns)
     if not shared:
         return WideTile(64, chunks * columns, columns, 0, 4, 4)
@@ -132,7 +132,7 @@ def wide_product(
     if x.dtype != weight.dtype:
         raise ValueError(f"a wide product is of one type, not {x.dtype} and {weight.dtype}")
     shared = y.dim() == 3
-    tile = tile or wide_tile_for(rows, outputs, inputs, shared)
+    tile = tile or wide_tile_for(rows, outputs, inputs, weight.element_size(), shared)
     count = -(-inputs // tile.share)
     _check(x, rows, inputs)
     _check(y, *([count] if shared else []), rows, outputs)
@@ -148,9 +148,10 @@ def wide_product(
     )  # fmt: skip
 
 
-def shares(outputs: int, inputs: int) -> int:
+def shares(weight: Tensor) -> int:
     """How many shares a wide product with room for them is divided into."""
-    return -(-inputs // wide_tile_for(1, outputs, inputs, shared=True).share)
+    outputs, inputs = weight.shape
+    return -(-inputs // wide_tile_for(1, outputs, inputs, weight.element_size(), shared=True).share)
 
 
 def combine_product(
