@@ -483,6 +483,28 @@ class TestLookahead:
         assert_empty(engine)
 
 
+class TestSteadySteps:
+    @pytest.mark.parametrize("seed", range(8))
+    def test_are_what_the_scheduler_would_have_planned(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        requests = workload(seed, 12)
+
+        def batches() -> list[tuple]:
+            engine, decoder = make_engine(slots=4, pages=16 + 4 * (seed % 3), lookahead=seed % 3, caching=seed % 2 == 0)
+            run(engine, requests)
+            return [
+                (batch.token_ids.tolist(), batch.positions.tolist(), batch.kv_slots.tolist(), batch.logit_rows.tolist())
+                for batch in decoder.batches
+            ]
+
+        steady, chosen = [], Engine._steady
+        monkeypatch.setattr(Engine, "_steady", lambda engine: steady.append(rows := chosen(engine)) or rows)
+        taken = batches()
+        assert any(steady)
+        assert not all(steady)
+        monkeypatch.setattr(Engine, "_steady", lambda engine: [])
+        assert batches() == taken
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("poison", "message"), [(float("nan"), "NaN"), (float("inf"), "NaN"), (-float("inf"), "no token")]

@@ -144,7 +144,7 @@ class DeviceRunner(Runner):
         """Run the spans' rows and draw. Tokens are appended to the sampling state."""
         self._upload_pages(spans)
         alone = [i for i, span in enumerate(spans) if span.rows == 1 and span.sample and not span.scored]
-        rest = sorted(set(range(len(spans))).difference(alone))
+        rest = [] if len(alone) == len(spans) else sorted(set(range(len(spans))).difference(alone))
         groups: list[tuple[list[int], Callable[[list[Span]], InFlight]]] = []
         for i in range(0, len(alone), BUCKETS[-1]):
             groups.append((alone[i : i + BUCKETS[-1]], self._decode))

@@ -22,7 +22,7 @@ MAX_SCORED_ROWS = 128
 
 _rank = attrgetter("rank")
 
-ERRORS = {
+ERRORS: dict[int, str] = {
     Status.EMPTY: "no token is left to draw: masks and truncation exclude every one",
     Status.NAN: "the model's logits are NaN or infinite",
 }
@@ -82,6 +82,7 @@ class Engine:
         self._requests: dict[str, list[Sequence]] = {}  # choices that have not ended
         self._waiting: list[Sequence] = []  # by rank
         self._running: dict[int, Sequence] = {}  # by key
+        self._ranked: list[Sequence] = []  # the same by rank, or empty if that has changed
         self._added = 0
         self._keys = 0
         self._outputs: list[StepOutput] = []
@@ -243,6 +244,9 @@ class Engine:
 
     def _schedule(self) -> list["_Row"]:
         """Plan the step, and do to queues, slots and pages what the plan says."""
+        steady = self._steady()
+        if steady:
+            return steady
         while True:
             offers: dict[int, _Offer] = {}
             running = [self._entry(sequence) for sequence in self._running.values()]
@@ -270,6 +274,28 @@ class Engine:
             rows.append(_Row(sequence, _span(sequence, count), sequence.stay))
         if fresh:
             self._pool.clear(fresh)
+        return rows
+
+    def _steady(self) -> list["_Row"]:
+        """What the plan says where nobody waits, all decode, and rows and pages suffice: a row each. Else nothing."""
+        if self._waiting or len(self._running) > self._most_rows:
+            return []
+        if not self._ranked:
+            self._ranked = sorted(self._running.values(), key=_rank)
+        size = self._pool.page_size
+        rows: list[_Row] = []
+        short: list[Sequence] = []
+        for sequence in self._ranked:
+            start, length = sequence.launched, sequence.length
+            if length != start + 1 or length >= sequence.max_length or sequence.scoring:
+                return []
+            if start == len(sequence.pages) * size:
+                short.append(sequence)
+            rows.append(_Row(sequence, Span(sequence.slot, start, 1, True), sequence.stay))
+        if len(short) > self._cache.available:
+            return []
+        for sequence in short:
+            self._pool.clear(self._secure(sequence, sequence.length))
         return rows
 
     def _candidates(self, offers: dict[int, "_Offer"]) -> Iterator[Entry]:
@@ -319,6 +345,7 @@ class Engine:
         sequence = offer.sequence
         self._remove_waiting(sequence)
         self._running[sequence.key] = sequence
+        self._ranked = []
         sequence.slot = slot = self._slots.pop()
         self._cache.retain(offer.pages)
         sequence.node = offer.node
@@ -366,6 +393,7 @@ class Engine:
     def _vacate(self, sequence: Sequence) -> None:
         """Take slot and pages from a running sequence."""
         del self._running[sequence.key]
+        self._ranked = []
         self._cache.release(sequence.pages)
         sequence.pages = []
         self._state.leave(sequence.slot)
@@ -381,6 +409,7 @@ class Engine:
         """Hand each sequence what the step brought it, unless it has ended or left its slot since."""
         samples = iter(zip(result.tokens, result.statuses, result.logprobs))
         scores = iter(result.scores)
+        caching, size = self.config.enable_prefix_caching, self._pool.page_size
         for sequence, span, stay in rows:
             sampled = next(samples) if span.sample else None
             scored = next(scores) if span.scored else None
@@ -393,17 +422,18 @@ class Engine:
             if sampled is not None:
                 token, status, logprobs = sampled
                 sequence.pending -= 1
-                error = ERRORS.get(Status(status), error)
+                error = ERRORS.get(status, error)
                 if error is None:
                     self._add_token(sequence, token, logprobs, output)
             elif sequence.computed == len(sequence.tokens):  # nothing but the prompt was asked for
                 output.finish_reason = FinishReason.LENGTH
             if error is not None:
                 output.finish_reason, output.error = FinishReason.ERROR, error
-            elif self.config.enable_prefix_caching:
+            elif caching and len(sequence.tokens) // size > sequence.node.depth:  # a page more may be full
                 self._share(sequence)
             if sequence.computed >= sequence.prompt_length:
-                self._release_followers(sequence)
+                if sequence.followers:
+                    self._release_followers(sequence)
                 if len(sequence.tokens) - len(output.token_ids) == sequence.prompt_length:  # the first there is
                     output.prompt_logprobs = sequence.prompt_logprobs
                     output.cached_tokens = sequence.cached_tokens
