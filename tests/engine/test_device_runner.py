@@ -246,6 +246,27 @@ def test_a_launch_that_fails_between_others_changes_none_of_them(
     steps.read()
 
 
+@pytest.mark.parametrize("bucket", [1, 4])
+def test_launches_that_fail_in_part_use_up_no_places(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, bucket: int
+) -> None:
+    """However many: nobody reads what their other parts brought."""
+    monkeypatch.setattr(device_runner, "BUCKETS", (bucket,))
+    runner, state = decoding(tiny_model)
+    steps = Decoding(runner, state)
+    for _ in range(MOST_LOOKAHEAD):
+        steps.launch(0, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(DeviceRunner, "_chunks", lambda *_: 1 / 0)
+        for _ in range(len(runner._steps[bucket].ring.words)):
+            with pytest.raises(ZeroDivisionError):
+                runner.launch([*(Span(slot, 3 + MOST_LOOKAHEAD, 1, True) for slot in (0, 1)), Span(2, 0, 3, True)])
+    for slots in [(0, 1), (0, 1), (1,), (0, 1)]:
+        steps.launch(*slots)
+        steps.read(MOST_LOOKAHEAD)
+    steps.read()
+
+
 def fails_once(engine: Engine, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step in which this part of the runner does not do its work."""
     with monkeypatch.context() as broken:

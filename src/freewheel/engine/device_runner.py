@@ -150,8 +150,22 @@ class DeviceRunner(Runner):
             groups.append((alone[i : i + BUCKETS[-1]], self._decode))
         if rest:
             groups.append((rest, self._chunks))
-        parts = [(members, run([spans[i] for i in members])) for members, run in groups]
+        parts: list[tuple[list[int], InFlight]] = []
+        try:
+            for members, run in groups:
+                parts.append((members, run([spans[i] for i in members])))
+        except BaseException:
+            self._take_back([part for _, part in parts])
+            raise
         return parts[0][1] if len(parts) == 1 else Parts(spans, parts)
+
+    def _take_back(self, parts: Sequence[InFlight]) -> None:
+        """Let what the parts of a failed step bring go unread. Their rows have moved on, on the device."""
+        for part in parts:
+            if isinstance(part, Decoded):
+                part.take_back()
+        for step in self._steps.values():
+            step.expected = [], []
 
     def _decode(self, spans: Sequence[Span]) -> "Decoded":
         step = self._step(next(bucket for bucket in BUCKETS if bucket >= len(spans)))
@@ -313,6 +327,10 @@ class Decoded:
         self._rows = rows
         self._logprobs: Logprobs | None = on_its_way(logprobs)
         self._number = ring.launched()
+
+    def take_back(self) -> None:
+        """Nobody is going to read the results."""
+        self._ring.take_back()
 
     def result(self) -> StepResult:
         """Wait for the results."""

@@ -33,6 +33,10 @@ class Ring:
         self._launched += 1
         return self._launched - 1
 
+    def take_back(self) -> None:
+        """Give the place of the latest launch to the next one: the device has to be told."""
+        self._launched -= 1
+
     def result(self, number: int) -> np.ndarray:
         """Wait for the results of the launch of this number; [2, rows], to be copied before another launch.
 
