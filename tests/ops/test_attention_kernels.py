@@ -18,6 +18,7 @@ from freewheel.ops.attention_gpu import (
     attend_chunks,
     attend_decode,
     combine,
+    decode_tile,
     default_splits,
     make_partials,
     plan_tiles,
@@ -368,6 +369,13 @@ def test_tiles_cover_all_rows() -> None:
 def test_splits_occupy_the_processors() -> None:
     assert [default_splits(1, kv_heads) for kv_heads in (1, 2, 4, 8, 16, 32, 200)] == [64, 64, 32, 16, 8, 4, 1]
     assert [default_splits(rows, 8) for rows in (1, 2, 4, 8, 16, 32, 256)] == [16, 8, 4, 4, 2, 1, 1]
+
+
+def test_splits_are_read_as_they_are_added_up() -> None:
+    """``combine`` takes tiles to have ``layer.tile`` places."""
+    layer = LayerAttention(16, 8, 64, 1.0)
+    for splits in (2, 4, 64):
+        assert all(decode_tile(layer, splits, rows).places == layer.tile for rows in (1, 32, 33, 256))
 
 
 @pytest.mark.parametrize("wrong", ["columns", "stride", "weight", "rotations"])

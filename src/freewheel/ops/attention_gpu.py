@@ -111,10 +111,13 @@ class DecodeTile(NamedTuple):
 
 
 def decode_tile(layer: LayerAttention, splits: int, rows: int) -> DecodeTile:
-    """What was quickest on an H200, by how many programs there are for each processor."""
+    """What was quickest on an H200, by how many programs there are for each processor.
+
+    With splits it reads ``layer.tile`` places at a time, which is what adds them up goes by.
+    """
     if splits > 2:
         return DecodeTile(layer.tile, 4, 0)
-    if splits * layer.kv_heads * rows < 4 * PROCESSORS:
+    if splits > 1 or layer.kv_heads * rows < 4 * PROCESSORS:
         return DecodeTile(layer.tile, 4, 3)
     return DecodeTile(max(layer.tile // 2, 16), 1, 4)  # many small ones, which wait for no other warp
 
