@@ -346,6 +346,25 @@ def test_tiles_cover_what_models_need() -> None:
             assert outputs / products.tile_for(rows, outputs, inputs).outputs >= (80 if rows > 2 else 128)
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), [(576, 1536), (1024, 3072), (2048, 8192), (3584, 18_944)])
+def test_what_is_read_ahead_fits_into_registers(outputs: int, inputs: int, itemsize: int) -> None:
+    """Of 255 a thread has; the others hold rows, sums and places."""
+    for rows in ROWS:
+        tile = products.tile_for(rows, outputs, inputs, itemsize=itemsize)
+        assert tile.outputs * tile.columns * tile.ahead * itemsize / (4 * 32 * tile.warps) <= 192
+
+
+@pytest.mark.parametrize("memory", [99 << 10, 163 << 10, 227 << 10])  # of an RTX 5090, an A100 and an H200
+@pytest.mark.parametrize("shared", [False, True])
+def test_wide_tiles_fit_into_shared_memory(shared: bool, memory: int) -> None:
+    for rows, itemsize in [(5, 2), (32, 4), (64, 2), (128, 2), (128, 4)]:
+        tile = products.wide_tile_for(rows, 1024, 3072, itemsize, shared, memory)
+        assert tile.stages >= 2
+        assert tile.stages * tile.columns * (tile.lines + max(rows, 16)) * itemsize <= memory
+        assert products.wide_tile_for(rows, 1024, 3072, itemsize, shared) == tile._replace(stages=3 if shared else 4)
+
+
 def test_kernels_compile_for_a_gpu() -> None:
     """The interpreter knows no types and no registers: the compiler does, and needs no GPU."""
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=COMPILED, check=False)

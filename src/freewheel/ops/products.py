@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.compiler.compiler import max_shared_mem
 
 from freewheel.ops import product_kernels as kernels
 from freewheel.ops.activation import Activation
@@ -18,6 +19,7 @@ from freewheel.ops.launch import power
 
 MOST_ROWS = 4  # of ``product``: more are quicker in tensor cores
 MOST_WIDE_ROWS = 128  # of ``wide_product``: every program reads all rows
+SHARED_MEMORY = 227 << 10  # bytes that a program has on an H200; on some devices no more than 99 KiB
 
 
 class Tile(NamedTuple):
@@ -29,7 +31,9 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile_for(rows: int, outputs: int, inputs: int, gated: bool = False, combined: bool = False) -> Tile:
+def tile_for(
+    rows: int, outputs: int, inputs: int, gated: bool = False, combined: bool = False, itemsize: int = 2
+) -> Tile:
     """How to divide a product with ``outputs`` results of ``inputs`` columns; see scripts/tune_products.py."""
     columns = max(power(inputs), 16)
     if combined:
@@ -38,7 +42,7 @@ def tile_for(rows: int, outputs: int, inputs: int, gated: bool = False, combined
         return Tile(4 if gated and rows == 1 else 8, min(columns, 512), 1 if gated and rows == 1 else 2, 4)
     # So few outputs make about one program an SM: it reads ahead all it needs, or what registers hold.
     columns = min(columns, 512 if rows == 1 else 1024)
-    ahead = min(-(-inputs // columns), 16 if rows == 1 else 8)
+    ahead = min(-(-inputs // columns), (24 if rows == 1 else 16) // itemsize)
     few = rows == 2 or (rows == 1 and outputs < 960)
     return Tile(4 if few else 8, columns, ahead, 4 if rows == 1 else 8)
 
@@ -54,15 +58,21 @@ class WideTile(NamedTuple):
     stages: int
 
 
-def wide_tile_for(rows: int, outputs: int, inputs: int, itemsize: int = 2, shared: bool = False) -> WideTile:
-    """How to divide a product of many rows; with ``shared`` columns may be divided as well."""
+def wide_tile_for(
+    rows: int, outputs: int, inputs: int, itemsize: int = 2, shared: bool = False, memory: int = SHARED_MEMORY
+) -> WideTile:
+    """How to divide a product of many rows; with ``shared`` columns may be divided as well.
+
+    A program has so much shared ``memory``: the bits do not depend on it.
+    """
     columns = min(max(power(inputs), 16), 256 // itemsize)
     chunks = -(-inputs // columns)
+    most = memory // (256 * (64 + max(power(rows), 16)))
     if not shared:
-        return WideTile(64, chunks * columns, columns, 0, 4, 4)
+        return WideTile(64, chunks * columns, columns, 0, 4, min(4, most))
     shares = max(PROCESSORS // -(-outputs // 64), 1)  # a program for each processor
     each = -(-chunks // shares)
-    return WideTile(64, each * columns, columns, min(each, 3) if rows <= 32 else 1, 4, 3)
+    return WideTile(64, each * columns, columns, min(each, 3) if rows <= 32 else 1, 4, min(3, most))
 
 
 def product(
@@ -132,7 +142,8 @@ def wide_product(
     if x.dtype != weight.dtype:
         raise ValueError(f"a wide product is of one type, not {x.dtype} and {weight.dtype}")
     shared = y.dim() == 3
-    tile = tile or wide_tile_for(rows, outputs, inputs, weight.element_size(), shared)
+    memory = max_shared_mem(y.device.index) if y.is_cuda else SHARED_MEMORY
+    tile = tile or wide_tile_for(rows, outputs, inputs, weight.element_size(), shared, memory)
     count = -(-inputs // tile.share)
     _check(x, rows, inputs)
     _check(y, *([count] if shared else []), rows, outputs)
@@ -317,7 +328,7 @@ def _launch_product(
         _check(norm, inputs)
     if bias is not None:
         _check(bias, width)
-    tile = tile or tile_for(rows, outputs, inputs, activation is not None, merge is not None)
+    tile = tile or tile_for(rows, outputs, inputs, activation is not None, merge is not None, weight.element_size())
     columns = tile.columns if merge is None else max(tile.columns, merge.head_dim)
     peaks, sums, positions, splits, head_dim, places, window = merge or [None] * 7
     _launch(
