@@ -257,9 +257,10 @@ class DeviceRunner(Runner):
         changed: tuple[list[int], list[int], list[int]] = ([], [], [])
         for slot in stale:
             old, new = self._uploaded[slot], self._pool.page_table[slot]
-            for index, page in enumerate(new):
-                if index >= len(old) or old[index] != page:
-                    for column, value in zip(changed, (slot, index, page)):
+            known = len(old) if new[: len(old)] == old else 0  # as a rule it has grown, and no more
+            for index in range(known, len(new)):
+                if index >= len(old) or old[index] != new[index]:
+                    for column, value in zip(changed, (slot, index, new[index])):
                         column.append(value)
         if changed[0]:
             slots, indices, pages = self._upload(*changed)

@@ -265,16 +265,12 @@ class Engine:
         for key, _ in outcome.rows:  # all before the first allocation, which must not evict what another one shares
             if key in offers:
                 self._admit(offers[key])
-        rows = []
-        fresh: list[int] = []
-        for key, count in outcome.rows:
-            sequence = self._running[key]
-            tokens = len(sequence.tokens) if key in offers else sequence.launched + count
-            fresh += self._secure(sequence, tokens)
-            rows.append(_Row(sequence, _span(sequence, count), sequence.stay))
-        if fresh:
-            self._pool.clear(fresh)
-        return rows
+        planned = [(self._running[key], count) for key, count in outcome.rows]
+        self._secure(
+            (sequence, len(sequence.tokens) if sequence.key in offers else sequence.launched + count)
+            for sequence, count in planned
+        )
+        return [_Row(sequence, _span(sequence, count), sequence.stay) for sequence, count in planned]
 
     def _steady(self) -> list["_Row"]:
         """What the plan says where nobody waits, all decode, and rows and pages suffice: a row each. Else nothing."""
@@ -294,8 +290,8 @@ class Engine:
             rows.append(_Row(sequence, Span(sequence.slot, start, 1, True), sequence.stay))
         if len(short) > self._cache.available:
             return []
-        for sequence in short:
-            self._pool.clear(self._secure(sequence, sequence.length))
+        if short:
+            self._secure((sequence, sequence.length) for sequence in short)
         return rows
 
     def _candidates(self, offers: dict[int, "_Offer"]) -> Iterator[Entry]:
@@ -370,16 +366,19 @@ class Engine:
         """What ``min_tokens`` holds back: all that ends a sequence, and the model's ends even if they are ignored."""
         return [*self._eos_token_ids.union(stops)]
 
-    def _secure(self, sequence: Sequence, tokens: int) -> list[int]:
-        """Make sure of pages for the first ``tokens`` tokens; return the new ones."""
-        held = len(sequence.pages)
-        missing = pages_for(tokens, self._pool.page_size) - held
-        if missing <= 0:
-            return []
-        pages = self._cache.allocate(missing)
-        sequence.pages += pages
-        self._pool.set_pages(sequence.slot, held, pages)
-        return pages
+    def _secure(self, needs: Iterable[tuple[Sequence, int]]) -> None:
+        """Make sure of pages for the first tokens, so many, of each sequence."""
+        size = self._pool.page_size
+        missing = [(sequence, pages_for(tokens, size) - len(sequence.pages)) for sequence, tokens in needs]
+        fresh = self._cache.allocate(sum(count for _, count in missing if count > 0))
+        first = 0
+        for sequence, count in missing:
+            if count > 0:
+                pages = fresh[first : first + count]
+                self._pool.set_pages(sequence.slot, len(sequence.pages), pages)
+                sequence.pages += pages
+                first += count
+        self._pool.clear(fresh)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue. It keeps its tokens, and computes again what is not cached."""
