@@ -199,16 +199,41 @@ def test_results_that_were_overwritten_are_not_given(tiny_model: Path) -> None:
     steps.read()  # the others are there
 
 
-def test_whole_steps_are_captured_for_demands_that_recur(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that is none: it runs the same again."""
-    captured = []
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Graphs that are none: they run the same again."""
+    graphs = []
 
     class Repeated:
         def __init__(self, _: DeviceRunner, run: Callable[[], Any]) -> None:
             self.replay = run
-            captured.append(self)
+            graphs.append(self)
 
     monkeypatch.setattr(DeviceRunner, "_capture", lambda *args: Repeated(*args))
+    return graphs
+
+
+def test_chunks_are_captured_for_some_numbers_of_rows(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, captured: list[Any]
+) -> None:
+    """Here they have 12, 10, 9 and 4."""
+    monkeypatch.setattr(device_runner, "CHUNKS", (4, 10))
+    monkeypatch.setattr(device_runner, "MOST_WANTED", 3)
+    expected = run(make_engine(tiny_model, "cpu", Runner), requests())
+    engine = make_engine(tiny_model, DEVICE, DeviceRunner)
+    runner = engine._runner
+    assert isinstance(runner, DeviceRunner)
+    runner._graphs = True
+    got = run(engine, requests())
+    assert {key: one.tokens for key, one in got.items()} == {key: one.tokens for key, one in expected.items()}
+    chunks = {rows: chunk.decoder for rows, chunk in runner._captured_chunks.items()}
+    assert chunks.keys() == {4, 10}, "that of 12 rows goes without"
+    assert all(decoder in captured for decoder in chunks.values())
+
+
+def test_whole_steps_are_captured_for_demands_that_recur(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, captured: list[Any]
+) -> None:
     monkeypatch.setattr(device_runner, "MOST_WHOLE", 1)
     runner, state = decoding(tiny_model)
     runner._graphs = True

@@ -4,7 +4,10 @@ A row that is the only one of its sequence goes through a graph of the whole ste
 rows on. There is one for each number of rows in ``BUCKETS`` and for whatever the sequences in slots demand; a demand
 that is seldom met makes do with a graph of the decoder. All that they depend on, slots, positions, tokens, pages and
 parameters, is data on the device: for a batch that stays as it is nothing is uploaded. The tokens it writes into host
-memory itself. Rows of prefill chunks are launched one kernel at a time.
+memory itself.
+
+Rows of prefill chunks go through a graph of the decoder, captured for each number of rows in ``CHUNKS``; the draw is
+launched behind it. More rows, or more that are scored, are launched one kernel at a time.
 """
 
 from collections import Counter
@@ -31,6 +34,8 @@ from freewheel.sampling import Logprobs, Sampler, SampleRows
 from freewheel.sampling.fused import sequences_of
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CHUNKS = (16, 32, 64, 128, 256, 512, 1024)
+MOST_WANTED = 32  # rows of a captured chunk that have logits
 RARE = 4  # times that a demand is met before its step is captured; at least once, which compiles its kernels
 MOST_WHOLE = 16  # captured for a number of rows; that which was not needed for longest makes room
 
@@ -81,6 +86,26 @@ class _Step:
         self.sample_rows = SampleRows(columns.sample_slots, columns.following)
 
 
+@dataclass
+class _Chunk:
+    """The decoder's step for rows of prefill chunks; what is idle comes last.
+
+    Attributes:
+        slots, positions: int64 [rows]; -1 and 0 of idle rows.
+        tiles: int32 [tiles, 4]; those without rows do nothing.
+        wanted: int64 [MOST_WANTED], the rows that have logits; then any.
+        numbers: int64, where slots, positions and wanted lie one after the other.
+        decoder: from these to logits [MOST_WANTED, vocab_size], captured.
+    """
+
+    numbers: Tensor
+    slots: Tensor
+    positions: Tensor
+    wanted: Tensor
+    tiles: Tensor
+    decoder: _Captured[Tensor] | None = None
+
+
 class DeviceRunner(Runner):
     """A runner for devices with Triton.
 
@@ -88,7 +113,7 @@ class DeviceRunner(Runner):
         decoder: the model, not quantised.
         pool: see :class:`Runner`.
         sampler: of a state that keeps tables for kernels.
-        graphs: capture decode steps; None: on CUDA devices.
+        graphs: capture steps; None: on CUDA devices.
     """
 
     def __init__(self, decoder: Decoder, pool: KVPool, sampler: Sampler, *, graphs: bool | None = None) -> None:
@@ -113,16 +138,20 @@ class DeviceRunner(Runner):
         # capture: inputs, ring, cache, history, and the sampler's tables and workspace.
         self._memory = torch.cuda.graph_pool_handle() if self._graphs else None
         self._steps: dict[int, _Step] = {}
+        self._captured_chunks: dict[int, _Chunk] = {}
 
     def preparations(self) -> list[tuple[str, Callable[[], None]]]:
         """Compiling kernels and capturing graphs, the largest first: what it leaves serves the others."""
         sizes = reversed(buckets(self._spare_slot))
         steps = [(f"steps of up to {rows} rows", partial(self._rehearse, rows)) for rows in sizes]
-        return [("prompts", self._rehearse_prompt), *steps]
+        return [("prompts", self._rehearse_prompts), *steps]
 
     @torch.inference_mode()
-    def _rehearse_prompt(self) -> None:
+    def _rehearse_prompts(self) -> None:
         self._fused(*idle_chunk(self._fused, 2, 1))
+        if self._graphs:
+            for rows in reversed(CHUNKS):
+                self._chunk(rows)
         self._wait()
 
     @torch.inference_mode()
@@ -245,11 +274,50 @@ class DeviceRunner(Runner):
         positions = [span.start + i for span in spans for i in range(span.rows)]
         wanted, following = self._wanted(spans)
         tiles = plan_tiles([span.rows for span in spans], [span.slot for span in spans], self._fused.tile_rows)
-        row_slots, row_positions = self._upload(slots, positions)
-        logit_rows, logit_slots, next_positions = self._upload(wanted, [slots[row] for row in wanted], following)
-        tiles = self._pinned(tiles).to(self._device, non_blocking=True)
-        logits = self._fused(Rows(row_slots, row_positions, tiles), logit_rows)
+        rows = next((rows for rows in CHUNKS if rows >= len(slots)), None)
+        if self._graphs and rows and len(wanted) <= MOST_WANTED and len(tiles) <= self._most_tiles(rows):
+            logits = self._replay_chunk(self._chunk(rows), slots, positions, tiles, wanted)
+        else:
+            row_slots, row_positions = self._upload(slots, positions)
+            [logit_rows] = self._upload(wanted)
+            tiles = self._pinned(tiles).to(self._device, non_blocking=True)
+            logits = self._fused(Rows(row_slots, row_positions, tiles), logit_rows)
+        logit_slots, next_positions = self._upload([slots[row] for row in wanted], following)
         return self._draw(spans, logits, logit_slots, next_positions)
+
+    def _most_tiles(self, rows: int) -> int:
+        """Of so many rows of up to MOST_WANTED sequences."""
+        return rows // self._fused.tile_rows + MOST_WANTED
+
+    def _chunk(self, rows: int) -> _Chunk:
+        """The captured decoder of so many rows of prefill; captured when it is first asked for."""
+        if rows not in self._captured_chunks:
+            numbers = torch.zeros(2 * rows + MOST_WANTED, dtype=torch.int64, device=self._device)
+            tiles = torch.zeros(self._most_tiles(rows), 4, dtype=torch.int32, device=self._device)
+            slots, positions, wanted = numbers.split([rows, rows, MOST_WANTED])
+            chunk = _Chunk(numbers, slots, positions, wanted, tiles)
+            chunk.slots.fill_(-1)  # all idle
+
+            def run() -> Tensor:
+                return self._fused(Rows(chunk.slots, chunk.positions, chunk.tiles), chunk.wanted)
+
+            run()  # as for steps
+            chunk.decoder = self._capture(run)
+            self._captured_chunks[rows] = chunk
+        return self._captured_chunks[rows]
+
+    def _replay_chunk(
+        self, chunk: _Chunk, slots: list[int], positions: list[int], tiles: Tensor, wanted: list[int]
+    ) -> Tensor:
+        """The logits of the wanted rows."""
+        idle = len(chunk.slots) - len(slots)
+        rows = [*slots, *[-1] * idle, *positions, *[0] * idle, *wanted, *[0] * (MOST_WANTED - len(wanted))]
+        chunk.numbers.copy_(self._pinned(torch.tensor(rows)), non_blocking=True)
+        padded = torch.zeros(chunk.tiles.shape, dtype=torch.int32)
+        padded[: len(tiles)] = tiles
+        chunk.tiles.copy_(self._pinned(padded), non_blocking=True)
+        assert chunk.decoder is not None
+        return chunk.decoder.replay()[: len(wanted)]
 
     def _upload_pages(self, spans: Sequence[Span]) -> None:
         """Bring the device's page table up to date for these sequences."""
@@ -295,8 +363,8 @@ def idle_chunk(fused: FusedDecoder, rows: int, logit_rows: int) -> tuple[Rows, T
 def working_memory(decoder: Decoder, config: EngineConfig) -> int:
     """Bytes that steps take on a CUDA device besides the cache.
 
-    Measured for the largest chunk and for the largest decode step, which is captured in memory of its own: all graphs
-    share that, but for the logits that each graph of a decoder keeps.
+    Measured for the largest chunk, and for the largest decode step and chunk that are captured, in memory of their own:
+    all graphs share that, but for the logits that each graph of a decoder keeps.
     """
     device = decoder.device
     history = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -314,9 +382,10 @@ def working_memory(decoder: Decoder, config: EngineConfig) -> int:
     rows, steps = config.most_rows(device.type), buckets(config.max_num_seqs)
     chunk = peak(*idle_chunk(fused, rows, min(rows, config.max_num_seqs + MAX_SCORED_ROWS)))
     idle = torch.full((steps[-1],), -1, device=device)
-    decode = peak(Rows(idle, torch.zeros_like(idle)))
+    captured = max(peak(Rows(idle, torch.zeros_like(idle))), peak(*idle_chunk(fused, CHUNKS[-1], MOST_WANTED)))
     torch.cuda.empty_cache()  # for the pool to have it
-    return chunk + decode + sum(steps) * decoder.spec.vocab_size * decoder.dtype.itemsize
+    kept = sum(steps) + len(CHUNKS) * MOST_WANTED
+    return chunk + captured + kept * decoder.spec.vocab_size * decoder.dtype.itemsize
 
 
 class Decoded:
