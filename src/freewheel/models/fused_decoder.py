@@ -185,7 +185,9 @@ class FusedDecoder:
         partials = self._partials(count)
         normed = stream.new_empty(stream.shape, dtype=self.dtype)
         activated = normed.new_empty(count, spec.intermediate_size)
-        attended = normed.new_zeros(count, spec.num_heads * spec.head_dim)  # of rows of no tile it stays so
+        attended = normed.new_empty(count, spec.num_heads * spec.head_dim)
+        if rows.tiles is not None:
+            attended.zero_()  # as it stays for rows of no tile
         wide = rows.tiles is None and count <= products.MOST_WIDE_ROWS
         products.norm(normed, stream, self._layers[0].attention_norm, spec.norm_eps, chained=chained)
         for index, (layer, cache) in enumerate(zip(self._layers, self._kv, strict=True)):
