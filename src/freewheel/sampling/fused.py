@@ -166,6 +166,7 @@ class FusedSampler:
         self.draw = draw
         self.tables = state.tables
         self.cuda = state.device.type == "cuda"
+        self._seen: tuple[int, int] | None = None
         self._workspaces: dict[int, tuple[Workspace, Any]] = {}
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._blocks = -(-state.valid_vocab_size // BLOCK)
@@ -176,6 +177,12 @@ class FusedSampler:
     @property
     def demand(self) -> Demand:
         """What the sequences in slots ask now."""
+        seen = self.state.changes, self.tables.moves
+        if seen != self._seen:
+            self._demand, self._seen = self._ask(), seen
+        return self._demand
+
+    def _ask(self) -> Demand:
         plain, demanding, edits, truncated, nucleus, logprobs = map(
             self.state.asked, (PLAIN, DEMANDING, EDITED, TRUNCATED, NUCLEUS, LOGPROBS)
         )

@@ -120,6 +120,7 @@ class SamplingState:
         self._output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._free_count_rows: list[int] = []
         self._users: Counter[int] = Counter()
+        self.changes = 0  # how often a slot was taken or given back
         fused = self.device.type == "cuda" if fused is None else fused
         self.tables = Tables(slots, vocab_size, self.device) if fused else None
 
@@ -212,6 +213,7 @@ class SamplingState:
             count_row=count_row,
         )
         self._users.update(need for need in NEEDS if needs & need)
+        self.changes += 1
         if self.tables is not None:
             self.tables.join(
                 slot,
@@ -309,6 +311,7 @@ class SamplingState:
                 self.count_rows[slot] = -1
         self._users.subtract(need for need in NEEDS if settings.needs & need)
         self.settings[slot] = Settings()
+        self.changes += 1
 
     def holds_back(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Bool [rows]: whether the output is still shorter than ``min_tokens``."""
