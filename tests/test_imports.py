@@ -11,12 +11,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "freewheel"
 
 # Each part may import the parts listed for it (and itself).
 BASE = {"config", "request"}
-PARTS = {"sampling", "cache", "models"}
+PARTS = {"sampling", "speculative", "cache", "models"}
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "request": set(),
     "ops": BASE,
     "sampling": {"ops"},
+    "speculative": {"ops"},
     "cache": BASE | {"ops"},
     "models": BASE | {"ops"},
     "engine": BASE | {"ops"} | PARTS,
@@ -25,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": BASE | {"ops", "engine", "llm"} | PARTS,
     "cli": BASE | {"ops", "engine", "interrupts", "llm", "bench"} | PARTS,
 }
-STANDALONE = {"sampling": {"torch", "numpy", "triton"}}
+STANDALONE = {part: {"torch", "numpy", "triton"} for part in ("sampling", "speculative")}
 
 
 def runtime_imports(path: Path) -> set[str]:
@@ -83,6 +84,7 @@ def imported_by(code: str) -> set[str]:
         ("import freewheel.cli", {"torch", "numpy", "tokenizers", "jinja2", "huggingface_hub"}),
         ("import freewheel.models.store", {"torch", "numpy", "huggingface_hub"}),
         ("import freewheel.sampling", {"tokenizers", "transformers", "huggingface_hub", "triton", "freewheel.engine"}),
+        ("import freewheel.speculative", {"triton", "freewheel.sampling", "freewheel.engine"}),
         ("import freewheel.llm", {"transformers", "huggingface_hub", "gguf", "scipy"}),
     ],
 )
