@@ -7,8 +7,10 @@ accepted = walk(tree, sampled)  # the token sampled at each row: the last token'
 index.extend(accepted.tokens)
 """
 
+from freewheel.speculative.budget import Budget, best_nodes, step_times
 from freewheel.speculative.draft import draft
 from freewheel.speculative.index import SEPARATOR, Match, NgramIndex
+from freewheel.speculative.metrics import SpeculationMetrics
 from freewheel.speculative.tree import (
     MAX_ROWS,
     DraftTree,
@@ -23,19 +25,23 @@ from freewheel.speculative.walk import TreeBatch, Walk, Walks, batch_trees, walk
 __all__ = [
     "MAX_ROWS",
     "SEPARATOR",
+    "Budget",
     "DraftTree",
     "Links",
     "Match",
     "NgramIndex",
+    "SpeculationMetrics",
     "TreeBatch",
     "Walk",
     "Walks",
     "ancestors",
     "batch_trees",
+    "best_nodes",
     "draft",
     "links_from_ancestors",
     "links_from_parents",
     "parents_from_ancestors",
+    "step_times",
     "walk",
     "walk_batch",
 ]

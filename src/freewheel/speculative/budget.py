@@ -1,0 +1,115 @@
+"""How many draft rows a request should get.
+
+Rows cost time, and a draft that is rejected brings nothing. What a request's drafts have brought so far decides how
+long the next ones are, or that there are none for a while.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+DECAY = 0.9  # of what earlier drafts count, with each further one
+FIRST_PAUSE, LONGEST_PAUSE = 8, 1024  # in steps
+TRIAL_SHARE = 0.01  # of the time until the next trial that a trial may cost
+PATIENCE = 4  # steps that a trial's outcome may be late
+
+
+def step_times(table: Mapping[int, float]) -> list[float]:
+    """The time of a step with 0, 1, 2... draft rows, relative to one without, between entries on a straight line.
+
+    Args:
+        table: rows of a request in a step, the root included, and the step's time in any unit. 1 is among them; the
+            largest is the most rows there can be.
+
+    Raises:
+        ValueError: the table has no entry for 1 row, or a time that is not positive.
+    """
+    if 1 not in table or min(table) < 1 or not all(time > 0 for time in table.values()):
+        raise ValueError(f"the table needs a time for 1 row, and positive times and rows, not {dict(table)}")
+    known = sorted(table)
+    times = [1.0]
+    for a, b in pairwise(known):
+        slope = (table[b] - table[a]) / (b - a)
+        times += [(table[a] + slope * (rows - a)) / table[1] for rows in range(a + 1, b + 1)]
+    return times
+
+
+def best_nodes(acceptance: float, times: Sequence[float]) -> int:
+    """The length of a chain that brings most tokens per time; the shortest of equals.
+
+    Args:
+        acceptance: the probability that a drafted token is accepted if those before it are.
+        times: from :func:`step_times`.
+    """
+    best, most, tokens, reached = 0, 1.0, 1.0, 1.0
+    for nodes, time in enumerate(times[1:], 1):
+        reached *= acceptance
+        tokens += reached
+        if tokens > most * time:
+            best, most = nodes, tokens / time
+    return best
+
+
+class Budget:
+    """A request's draft rows, by what it accepted.
+
+    Nodes count as one chain. Further branches show in the acceptance, which is counted by depth.
+
+    Where no draft pays, there is a pause, then a draft of one node as a trial. The pause doubles until one is accepted,
+    and starts long enough for the trial not to cost more than ``TRIAL_SHARE`` of it.
+    """
+
+    def __init__(self, table: Mapping[int, float]) -> None:
+        """Start as if one half of two tokens were accepted.
+
+        Args:
+            table: as for :func:`step_times`.
+        """
+        self._times = step_times(table)
+        self._accepted, self._tried = 1.0, 2.0
+        self._trial = int(best_nodes(1.0, self._times) > 0)  # 0: would not pay even if all were accepted
+        lost = self._times[1] - 1.0 if self._trial else 0.0
+        self._first_pause = self._pause = max(FIRST_PAUSE, round(lost / TRIAL_SHARE))
+        self._wait = self._pending = 0
+        self._best = best_nodes(self.acceptance, self._times)
+
+    @property
+    def acceptance(self) -> float:
+        """Of a drafted token whose predecessors are accepted: the average, which recent drafts dominate."""
+        return self._accepted / self._tried
+
+    def nodes(self) -> int:
+        """Most nodes of the draft of the next step. Called once for each step."""
+        if self._wait:
+            self._wait -= 1
+            return 0
+        if self._best:
+            return self._best
+        if self._pending:  # one trial at a time
+            self._pending -= 1
+            return 0
+        self._pending = PATIENCE
+        return self._trial
+
+    def observe(self, depth: int, accepted: int) -> None:
+        """Note what became of a draft, up to ``PATIENCE`` steps late.
+
+        Args:
+            depth: of the draft; 0 if nothing was found to draft, which is not held against the next one.
+            accepted: tokens of it that were accepted. The next one was tried as well; what is deeper was not.
+
+        Raises:
+            ValueError: more accepted than drafted.
+        """
+        if not 0 <= accepted <= depth:
+            raise ValueError(f"{accepted} tokens can't be accepted of a draft {depth} deep")
+        self._pending = 0
+        if not depth:
+            return
+        self._accepted = DECAY * self._accepted + accepted
+        self._tried = DECAY * self._tried + min(accepted + 1, depth)
+        self._best = best_nodes(self.acceptance, self._times)
+        if accepted:
+            self._pause = self._first_pause
+        if not self._best and not self._wait:
+            self._wait, self._pause = self._pause, min(2 * self._pause, max(LONGEST_PAUSE, self._first_pause))
+            self._accepted, self._tried = self.acceptance, 1.0  # one trial can then turn the balance

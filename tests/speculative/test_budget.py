@@ -1,0 +1,121 @@
+"""How many rows are drafted, in simulated decoding; and what is counted."""
+
+from random import Random
+
+import pytest
+
+from freewheel.speculative import Budget, SpeculationMetrics, best_nodes, step_times
+
+TABLES = {
+    "free": {1: 1.0, 2: 1.0, 16: 1.0},
+    "nearly free": {1: 1.0, 2: 1.02, 4: 1.05, 8: 1.08, 16: 1.15, 32: 1.4},
+    "costly": {1: 5.0, 2: 6.0, 4: 8.0, 8: 12.0},
+    "a threshold": {1: 1.0, 2: 1.3, 8: 1.35, 16: 1.4},
+    "hardly ever": {1: 1.0, 2: 1.9, 3: 2.8},
+    "never": {1: 1.0, 2: 2.5},
+}
+
+
+def decode(
+    table: dict[int, float], acceptance: float, steps: int, *, seed: int = 0, fixed: int | None = None, late: int = 0
+) -> float:
+    """Tokens per time of a plain step, where every token of a chain has this probability; outcomes come late."""
+    random, times, budget = Random(seed), step_times(table), Budget(table)
+    tokens, time, outcomes = 0, 0.0, []
+    for _ in range(steps):
+        nodes = budget.nodes() if fixed is None else fixed
+        accepted = 0
+        while accepted < nodes and random.random() < acceptance:
+            accepted += 1
+        tokens, time = tokens + accepted + 1, time + times[nodes]
+        outcomes.append((nodes, accepted))
+        if len(outcomes) > late and (outcome := outcomes[-1 - late])[0]:
+            budget.observe(*outcome)
+    return tokens / time
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_where_nothing_is_accepted_hardly_anything_is_lost(table: dict[int, float], late: int) -> None:
+    for steps in (128, 512, 4096):
+        assert decode(table, 0.0, steps, late=late) >= 0.98
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("name", ["free", "nearly free", "costly", "a threshold"])
+def test_where_much_is_accepted_it_is_close_to_the_best_fixed_choice(name: str, late: int) -> None:
+    table = TABLES[name]
+    best = max(decode(table, 0.8, 4096, fixed=nodes) for nodes in range(max(table)))
+    runs = [decode(table, 0.8, 1024, seed=seed, late=late) for seed in range(20)]
+    assert sum(runs) / 20 >= 0.97 * best
+    assert best > 1.5
+
+
+def test_a_table_is_read_between_its_entries_relative_to_one_row() -> None:
+    assert step_times({5: 6.0, 1: 2.0, 3: 4.0}) == [1.0, 1.5, 2.0, 2.5, 3.0]
+    assert step_times({1: 3.0}) == [1.0]
+
+
+@pytest.mark.parametrize("table", [{}, {2: 1.0}, {0: 1.0, 1: 1.0}, {1: 0.0}, {1: 1.0, 2: float("nan")}])
+def test_tables_are_checked(table: dict[int, float]) -> None:
+    with pytest.raises(ValueError, match="table"):
+        step_times(table)
+
+
+def test_the_best_number_of_nodes() -> None:
+    times = step_times({1: 1.0, 9: 1.8})  # a tenth of a step for each
+    assert best_nodes(0.0, times) == 0
+    assert best_nodes(0.1, times) == 0
+    assert best_nodes(0.11, times) == 1
+    assert best_nodes(1.0, times) == 8
+    assert best_nodes(0.5, times) == 2  # 1.75 tokens in 1.2; 1.875 in 1.3 are fewer
+
+
+def test_pauses_grow_until_a_draft_is_accepted() -> None:
+    budget = Budget({1: 1.0, 2: 1.1})
+    gaps, since = [], 0
+    while len(gaps) < 12:
+        if budget.nodes():
+            budget.observe(1, 0)
+            gaps.append(since)
+            since = 0
+        else:
+            since += 1
+    pauses = [gap for gap in gaps if gap]
+    assert pauses[:4] == [10, 20, 40, 80]
+    while not budget.nodes():
+        pass
+    budget.observe(1, 1)
+    assert budget.nodes() == 1, "one success is enough to go on"
+
+
+def test_a_trial_waits_for_its_outcome_but_not_for_ever() -> None:
+    budget = Budget({1: 1.0, 2: 1.6})
+    assert [budget.nodes() for _ in range(6)] == [1, 0, 0, 0, 0, 1]
+    budget.observe(0, 0)  # nothing was found to draft
+    assert budget.nodes() == 1
+    budget.observe(1, 0)
+    assert not any(budget.nodes() for _ in range(60))
+
+
+def test_what_does_not_pay_even_if_all_is_accepted_is_never_tried() -> None:
+    budget = Budget(TABLES["never"])
+    assert not any(budget.nodes() for _ in range(5000))
+
+
+def test_outcomes_are_checked() -> None:
+    for depth, accepted in ((1, 2), (1, -1), (-1, -1)):
+        with pytest.raises(ValueError, match="accepted"):
+            Budget({1: 1.0}).observe(depth, accepted)
+
+
+def test_metrics_add_up() -> None:
+    one, other = SpeculationMetrics(), SpeculationMetrics()
+    assert one.acceptance_length == 0.0
+    one.observe(drafted=5, accepted=3)
+    one.observe(drafted=0, accepted=0)
+    other.observe(drafted=4, accepted=0)
+    total = one + other
+    assert total == SpeculationMetrics(steps=3, drafted=9, accepted=3)
+    assert total == sum([one, other], SpeculationMetrics())
+    assert (total.wasted, total.acceptance_length) == (6, 2.0)
