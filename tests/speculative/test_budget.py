@@ -71,22 +71,27 @@ def test_the_best_number_of_nodes() -> None:
     assert best_nodes(0.5, times) == 2  # 1.75 tokens in 1.2; 1.875 in 1.3 are fewer
 
 
-def test_pauses_grow_until_a_draft_is_accepted() -> None:
-    budget = Budget({1: 1.0, 2: 1.1})
-    gaps, since = [], 0
-    while len(gaps) < 12:
+def pauses(budget: Budget, count: int) -> list[int]:
+    """Steps without a draft, between drafts of which none is accepted."""
+    found, since = [], 0
+    while len(found) < count:
         if budget.nodes():
             budget.observe(1, 0)
-            gaps.append(since)
+            found += [since] if since else []
             since = 0
         else:
             since += 1
-    pauses = [gap for gap in gaps if gap]
-    assert pauses[:4] == [10, 20, 40, 80]
+    return found
+
+
+def test_pauses_grow_until_a_draft_is_accepted() -> None:
+    budget = Budget({1: 1.0, 2: 1.4})  # a trial costs as much as a hundredth of 40 steps
+    assert pauses(budget, 7) == [40, 80, 160, 320, 640, 1024, 1024]
     while not budget.nodes():
         pass
     budget.observe(1, 1)
     assert budget.nodes() == 1, "one success is enough to go on"
+    assert pauses(budget, 2) == [40, 80]
 
 
 def test_a_trial_waits_for_its_outcome_but_not_for_ever() -> None:

@@ -188,6 +188,12 @@ def test_a_corpus_comes_after_own_matches_of_equal_length() -> None:
     assert tree.parents == (-1, -1, -1)
 
 
+def test_the_end_of_a_corpus_is_not_that_of_the_sequence() -> None:
+    assert draft(extended([7, 8]), width=1, depth=6, nodes=6, corpus=extended([7, 8, 1, 2])) == DraftTree(
+        (1, 2), (-1, 0)
+    )
+
+
 def test_repetition_is_drafted_to_the_full_depth() -> None:
     tree = draft(extended([3, 4, 3, 4, 3, 4]), width=1, depth=7, nodes=7)
     assert tree is not None

@@ -166,10 +166,9 @@ class NgramIndex:
             overlap: go on beyond the end with the same tokens again. That is what follows if the match is one with the
                 index's own end: LZ77 copies in this way where a length exceeds the distance (RFC 1951, section 3.2.3).
         """
-        start, period = position + 1, self._length - position - 1
-        found = self.tokens[start : min(start + count, self._length)].tolist()
+        found = self.tokens[position + 1 : min(position + 1 + count, self._length)].tolist()
         if overlap and found:
-            found = [found[i % period] for i in range(count)]
+            found = [found[i % len(found)] for i in range(count)]
         return list(takewhile(lambda token: token >= 0, found))
 
     def _common(self, tail: Sequence[int], position: int) -> int:
