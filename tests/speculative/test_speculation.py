@@ -33,7 +33,8 @@ def decode(params: SamplingParams, drafter: Drafter, *, new: int = 120, **join: 
         ends = [(tokens + path(tree, node))[-2:] for node in range(-1, len(tree.tokens))]
         positions = len(tokens) + torch.tensor(tree.links.depths)
         logits = torch.stack([TABLE[a, b] for a, b in ends])
-        samples = sampler.sample(logits, SampleRows(slot.expand(tree.rows), positions))
+        paths = torch.from_numpy(tree.paths)
+        samples = sampler.sample(logits, SampleRows(slot.expand(tree.rows), positions, paths=paths))
         rows, run = walk(tree, samples.tokens.tolist())
         for position, token in enumerate(run, len(tokens)):
             state.append(slot, torch.tensor([position]), torch.tensor([token]))
@@ -88,6 +89,17 @@ ASKED: dict[str, dict[str, Any]] = {
     "greedy-bias": {"temperature": 0, "logit_bias": {3: -100.0, 5: 2.0}},
     "bias": {"temperature": 0.5, "logit_bias": {3: -100.0, 5: 2.0}},
     "allowed": {"temperature": 0.5, "allowed_token_ids": [1, 2, 5, 7, 8]},
+    "repetition": {"temperature": 0, "repetition_penalty": 1.2},
+    "frequency": {"temperature": 0.3, "frequency_penalty": 0.05},
+    "presence": {"temperature": 0.3, "presence_penalty": 1.5, "max_tokens": 11},
+    "penalties": {
+        "temperature": 0.4,
+        "repetition_penalty": 0.9,
+        "frequency_penalty": 0.03,
+        "presence_penalty": -0.5,
+        "top_k": 5,
+        "logit_bias": {3: -100.0, 5: 2.0},
+    },
     "min-tokens": {"temperature": 0, "min_tokens": 60, "max_tokens": None, "stop_token_ids": [1, 6, 9]},
 }
 
@@ -100,6 +112,21 @@ def test_speculation_changes_no_token(asked: dict[str, Any]) -> None:
     drafters = [lookup(1, 6), lookup(3, 14), lookup(4, 63, corpus), anything(0), anything(1)]
     for drafter in [*drafters, oracle(plain, 2), oracle(plain, 9)]:
         assert decode(params, drafter)[0] == plain
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+@pytest.mark.parametrize("length", [2, 3])
+def test_bad_words_are_seen_along_a_path(length: int, temperature: float) -> None:
+    """Faults, 20: their beginning in what is known, across the end of it, or all in the draft."""
+    params = SamplingParams(temperature=temperature)
+    free, _ = decode(params, nothing)
+    common = [tuple(free[i : i + length]) for i in (20, 40, 60, 61, 80)]
+    never = tuple((token + 1) % VOCAB for token in common[0])
+    asked: dict[str, Any] = {"bad_word_ids": (*common, never)}
+    plain, _ = decode(params, nothing, **asked)
+    assert not {tuple(plain[i : i + length]) for i in range(len(PROMPT), len(plain))} & {*common}
+    for drafter in (lookup(3, 14), anything(0), oracle(plain, 9), oracle(free, 3)):
+        assert decode(params, drafter, **asked)[0] == plain
 
 
 def test_drafts_are_accepted() -> None:

@@ -42,12 +42,15 @@ class SampleRows:
         masks: int32 [masks, words], a bit for each id that a grammar permits, 32 ids a word from the lowest bit on;
             words is the vocabulary's size over 32, rounded up.
         mask_rows: int64 [rows], which mask each row has; -1 for none.
+        paths: int64 [rows, depth], the tokens of each row's path in a draft tree, which stand before its position and
+            are not in the history; the last one in the last column, -1 where there are none. Not on CUDA devices yet.
     """
 
     slots: Tensor
     positions: Tensor
     masks: Tensor | None = None
     mask_rows: Tensor | None = None
+    paths: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,15 @@ class Sampler:
             rows: where each row belongs.
 
         Raises:
-            ValueError: masks of another width than the vocabulary's, not int32, or without rows.
+            ValueError: masks of another width than the vocabulary's, not int32, or without rows; paths on a device
+                whose kernels do not see them.
         """
         words = -(-self.state.vocab_size // 32)
         masks = rows.masks
         if masks is not None and (masks.shape[1] != words or masks.dtype != torch.int32 or rows.mask_rows is None):
             raise ValueError(f"masks must have {words} words of 32 bits, and mask_rows must say whose they are")
+        if rows.paths is not None and self._fused is not None:
+            raise ValueError("paths must be None: kernels do not see the tokens on a path yet")
         logits, valid = logits.detach(), self.state.valid_vocab_size
         if logits.shape[1] > valid:
             logits = logits[:, :valid]
@@ -199,7 +205,8 @@ class Sampler:
             mask_rows = rows.mask_rows[at]
             permitted = (rows.masks[mask_rows.clamp(min=0)][:, ids >> 5] >> (ids & 31)) & 1
             values[(permitted == 0) & (mask_rows >= 0)[:, None]] = -torch.inf
-        transform(self.state, values, rows.slots[at], rows.positions[at])
+        paths = None if rows.paths is None else rows.paths[at]
+        transform(self.state, values, rows.slots[at], rows.positions[at], paths)
         if sick.any():  # a mask must not hide it
             values[sick] = torch.nan
         return values

@@ -317,16 +317,31 @@ class SamplingState:
         """Bool [rows]: whether the output is still shorter than ``min_tokens``."""
         return positions - self.prompt_lengths[slots] < self.min_tokens[slots]
 
-    # The two views of what came before a row. Whatever reads history goes through them, so that a row of a draft tree
-    # can come to see the tokens of its own path as well.
+    # The two views of what came before a row. Whatever reads history goes through them, and they see a row's path.
 
-    def tokens_before(self, slots: Tensor, positions: Tensor, distances: Tensor) -> Tensor:
-        """The token that lies ``distances`` (1 or more) before each position; -1 before the first. All int64 [rows]."""
+    def tokens_before(self, slots: Tensor, positions: Tensor, distances: Tensor, paths: Tensor | None = None) -> Tensor:
+        """The token that lies ``distances`` before each position; -1 before the first. All int64 [rows].
+
+        At distance 0 it is anything.
+
+        Args:
+            paths: int64 [rows, depth], see ``SampleRows``.
+        """
         index = positions - distances
-        return self.history[slots, index.clamp(min=0)].where(index >= 0, -1)
+        before = self.history[slots, index.clamp(min=0)].where(index >= 0, -1)
+        if paths is None or not paths.shape[1]:
+            return before
+        column, last = paths.shape[1] - distances, paths.shape[1] - 1
+        on_path = paths[torch.arange(len(paths), device=paths.device), column.clamp(0, last)].where(column >= 0, -1)
+        return on_path.where(on_path >= 0, before)
 
-    def seen_tokens(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def seen_tokens(
+        self, slots: Tensor, positions: Tensor, paths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """All tokens before each row's position, end to end, repeated ones too. For slots with penalties.
+
+        Args:
+            paths: int64 [rows, depth], see ``SampleRows``.
 
         Returns:
             rows int64 [total], which row each token belongs to; tokens int64 [total]; output counts int32 [total], how
@@ -334,9 +349,13 @@ class SamplingState:
         """
         rows = torch.repeat_interleave(positions)
         within = torch.arange(len(rows), device=rows.device) - (positions.cumsum(0) - positions)[rows]
-        tokens = self.history[slots[rows], within]
+        own = None if paths is None else paths[rows]
+        tokens = self.tokens_before(slots[rows], positions[rows], positions[rows] - within, own)
         counts = self._output_counts if self.tables is None else self.tables.counts
-        return rows, tokens, counts[self.count_rows[slots][rows], tokens]
+        output_counts = counts[self.count_rows[slots][rows], tokens]
+        if own is not None:
+            output_counts = output_counts + (own == tokens[:, None]).sum(1, dtype=torch.int32)
+        return rows, tokens, output_counts
 
     def _count(self, output: Tensor) -> int:
         """A row that counts ``output`` int64 [length]; rows are added as slots first need them."""

@@ -93,6 +93,15 @@ class DraftTree:
         return links_from_parents(self.parents)
 
     @property
+    def paths(self) -> np.ndarray:
+        """The tokens on each row's way from the root, its own last: int64 [rows, depth], -1 before the first."""
+        paths = np.full((self.rows, max(self.links.depths)), -1, np.int64)
+        for row, (token, parent) in enumerate(zip(self.tokens, self.parents), 1):
+            paths[row, :-1] = paths[parent + 1, 1:]
+            paths[row, -1] = token
+        return paths
+
+    @property
     def ancestors(self) -> np.ndarray:
         """Masks of the rows; see :func:`ancestors`."""
         return ancestors(self.parents)
