@@ -8,7 +8,7 @@ import torch
 from drawing import sample_each
 from reference import total_order
 
-from freewheel.sampling import SamplingParams, prompt_logprobs
+from freewheel.sampling import SamplingParams, logprobs, prompt_logprobs
 
 
 def log_softmax(logits: torch.Tensor) -> np.ndarray:
@@ -131,3 +131,43 @@ def test_logits_that_require_gradients_are_sampled_without_them() -> None:
     assert samples.tokens.tolist() == sample_each(logits, params).tokens.tolist()
     assert samples.logprobs is not None
     assert not samples.logprobs.top_logprobs.requires_grad
+
+
+@pytest.mark.parametrize("count", [0, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_are_scored_the_same_way_where_the_device_is_not_looked_at(
+    dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = (3 * torch.randn(24, 40, generator=torch.Generator().manual_seed(2))).to(dtype)
+    logits[1] = logits[1].round()  # ties
+    logits[2] = torch.where(logits[2] > 0, 0.0, -0.0)
+    logits[3, ::2] = -torch.inf
+    logits[4] = -torch.inf
+    logits[4, 7] = 1.0
+    logits[5, 9] = torch.nan
+    logits[6, 9] = torch.inf
+    logits[7] = -torch.inf
+    tokens = torch.arange(24) % 40
+    tokens[8] = 40  # past the vocabulary
+    expected = prompt_logprobs(logits, tokens, count)
+    parts = [logprobs._score(*part, count) for part in zip(logits.split(7), tokens.split(7))]
+    for found, name in zip(
+        map(torch.cat, zip(*parts)), ("token_logprobs", "ranks", "top_ids", "top_logprobs", "top_ranks")
+    ):
+        torch.testing.assert_close(found, getattr(expected, name), atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_prompts_are_scored_without_waiting_for_the_device() -> None:
+    logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(3)).bfloat16()
+    tokens = torch.arange(9)
+    expected, on_device = prompt_logprobs(logits, tokens, 4), (logits.cuda(), tokens.cuda())
+    prompt_logprobs(*on_device, 4)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = prompt_logprobs(*on_device, 4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found.top_ids.cpu(), expected.top_ids)
+    assert torch.equal(found.ranks.cpu(), expected.ranks)
+    torch.testing.assert_close(found.token_logprobs.cpu(), expected.token_logprobs, atol=1e-5, rtol=1e-5)

@@ -11,6 +11,8 @@ from torch import Tensor
 from freewheel.sampling.draw import weights
 from freewheel.sampling.truncation import leading
 
+CHUNK = 2**22  # logits that are scored at a time, for what is derived from them not to take much room
+
 
 @dataclass(frozen=True)
 class Logprobs:
@@ -45,7 +47,36 @@ def prompt_logprobs(logits: Tensor, next_tokens: Tensor, n: int) -> Logprobs:
         n: alternatives to report.
     """
     rows = torch.arange(len(logits), device=logits.device)
-    return describe(rows, logits, [1.0] * len(logits), next_tokens.tolist(), [n] * len(logits))
+    if logits.device.type == "cpu":
+        return describe(rows, logits, [1.0] * len(logits), next_tokens.tolist(), [n] * len(logits))
+    size = max(1, CHUNK // logits.shape[1])
+    parts = [_score(*part, n) for part in zip(logits.split(size), next_tokens.split(size))]
+    return Logprobs(rows, *(torch.cat(column) for column in zip(*parts)))
+
+
+def _score(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, ...]:
+    """The same without a look at the device, all but the rows."""
+    vocab = logits.shape[1]
+    values = logits.float() + 0.0  # no -0.0, which equals 0.0 and has other bits
+    peaks = values.amax(1, keepdim=True)
+    totals = peaks + (values - peaks).exp().sum(1, keepdim=True, dtype=torch.float64).log()
+    known = tokens[:, None] < vocab
+    own = values.gather(1, tokens[:, None].where(known, 0)).where(known, -torch.inf)
+    ranks = (values > own).sum(1) + 1
+    # In the total order: by value, whose bits are made to rise with it, then by id.
+    bits = values.view(torch.int32)
+    keys = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() * 2**32 - torch.arange(vocab, device=values.device)
+    ids = keys.topk(n, 1).indices
+    top = values.gather(1, ids)
+    top_ranks = (top[:, None, :] > top[:, :, None]).sum(2) + 1
+    fine = peaks.isfinite()
+    return (
+        (own - totals).float().where(fine, torch.nan)[:, 0],
+        ranks.where(fine[:, 0], 0),
+        ids.where(fine, -1),
+        (top - totals).float().where(fine, -torch.inf),
+        top_ranks.where(fine, 0),
+    )
 
 
 def describe(
