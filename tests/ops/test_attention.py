@@ -1,6 +1,7 @@
 """Paged attention against a row-by-row definition in float64, and what must not change a row's result."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,3 +95,27 @@ def test_only_the_rows_slots_are_written() -> None:
     assert torch.equal(cache[:, :, 2, 1].flatten(0, 1), key_value[0])
     assert torch.equal(cache[:, :, 0, 2].flatten(0, 1), key_value[1])
     assert cache.count_nonzero() == key_value.numel()
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 9, 1000])
+def test_rows_of_a_tree_see_their_ancestors(window: int | None) -> None:
+    """Beside a prompt, a step of one row, and a chain, which is seen as a chunk is."""
+    parents = [None, 0, 0, 1, 2, 2, 4, 1]
+    masks = [1]
+    for row, parent in enumerate(parents[1:], 1):
+        assert parent is not None
+        masks.append(masks[parent] | 1 << row)
+    paged = Paged([20, 12, 9, 30], [8, 12, 1, 3])
+    chain = [1, 3, 7]
+    paged.batch = replace(paged.batch, ancestors=[masks, None, None, chain])
+    attended, right = paged.attend(window), paged.right(window)
+    torch.testing.assert_close(attended[8:].double(), right[8:], atol=1e-5, rtol=1e-5)
+    content, depths = paged.contents[0].double(), [mask.bit_count() - 1 for mask in masks]
+    key, value = content.repeat_interleave(paged.group, dim=1).chunk(2, dim=1)
+    for row, query in enumerate(paged.query[:8].double()):
+        places = [*range(12), *(12 + j for j in range(8) if masks[row] >> j & 1)]
+        positions = [place if place < 12 else 12 + depths[place - 12] for place in places]
+        seen = [p for p, at in zip(places, positions) if not window or at > 12 + depths[row] - window]
+        weights = (torch.einsum("hd,phd->hp", query, key[seen]) * SCALE).softmax(-1)
+        expected = torch.einsum("hp,phd->hd", weights, value[seen]).flatten()
+        torch.testing.assert_close(attended[row].double(), expected, atol=1e-5, rtol=1e-5)

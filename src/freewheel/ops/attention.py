@@ -69,8 +69,9 @@ def plan_attention(batch: RowBatch, cache: Tensor, window: int | None) -> Attent
     A row sees the last ``window`` positions up to and including its own, or all of them when ``window`` is None.
     """
     ends = list(itertools.accumulate(batch.row_counts))
+    trees = batch.ancestors or [None] * len(ends)
     chunks = tuple(
-        _plan_chunk(batch.page_table[s], slice(ends[s] - count, ends[s]), batch.kv_lengths[s], cache, window)
+        _plan_chunk(batch.page_table[s], slice(ends[s] - count, ends[s]), batch.kv_lengths[s], cache, window, trees[s])
         for s, count in enumerate(batch.row_counts)
         if count > 1
     )
@@ -131,17 +132,28 @@ def _width(length: int, window: int | None, page_size: int) -> int:
     return min(width, window + page_size - 1) if window else width
 
 
-def _plan_chunk(page_table: Sequence[int], rows: slice, length: int, cache: Tensor, window: int | None) -> _Chunk:
+def _plan_chunk(
+    page_table: Sequence[int],
+    rows: slice,
+    length: int,
+    cache: Tensor,
+    window: int | None,
+    ancestors: Sequence[int] | None,
+) -> _Chunk:
     page_size = cache.shape[3]
     count = rows.stop - rows.start
     start = max(length - count - window + 1, 0) if window else 0  # the first position that the first row sees
     first_page, last_page = start // page_size, (length - 1) // page_size
     index = _block_index([page_table[first_page : last_page + 1]], cache)
     mask = None
-    if count < length - start or (window and length > window):
-        row_position = torch.arange(length - count, length, device=cache.device)
-        distance = row_position[:, None] - torch.arange(start, length, device=cache.device)
+    if ancestors or count < length - start or (window and length > window):
+        position = torch.arange(start, length, device=cache.device)
+        if ancestors:  # rows of one depth stand side by side
+            position[-count:] = torch.tensor([length - count - 1 + row.bit_count() for row in ancestors])
+        distance = position[-count:, None] - position
         hidden = distance < 0
+        if ancestors:
+            hidden[:, -count:] = torch.tensor([[not row >> j & 1 for j in range(count)] for row in ancestors])
         if window:
             hidden |= distance >= window
         mask = cache.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)

@@ -1,8 +1,8 @@
-"""The one batch of a step: rows of prefill chunks, decode steps and (later) draft trees side by side.
+"""The one batch of a step: rows of prefill chunks, decode steps and draft trees side by side.
 
-A row is one token of one sequence. The rows of a sequence are consecutive and in position order; sequence ``s`` owns
-``row_counts[s]`` of them. Each row first writes its key and value into the paged cache and then attends to what its
-sequence has cached up to and including itself::
+A row is one token of one sequence. The rows of a sequence are consecutive and in position order, those of a tree with
+each parent before its children; sequence ``s`` owns ``row_counts[s]`` of them. Each row first writes its key and value
+into the paged cache and then attends to what its sequence has cached up to and including itself::
 
     rows          0  1  2 | 3 | 4 | 5  6          sequences 0 (chunk of 3), 1, 2 (decode), 3 (chunk of 2)
     row_counts    3        1   1   2
@@ -29,6 +29,10 @@ class RowBatch:
         logit_rows: int64 [m], the rows whose logits are wanted.
         row_counts: rows of each sequence (host side; their sum is the number of rows).
         kv_lengths: cached tokens of each sequence after this pass has written its rows (host side).
+        ancestors: of each sequence whose rows are a draft tree, for each row its mask, 0 or more: bit j says whether it
+            sees row j of its sequence, which is the row itself or lies on its path. None for the other sequences; or for all. The
+            first row is the root, and a row's position is the root's plus its depth; but its key and value go to the
+            place of its number (host side).
     """
 
     token_ids: Tensor
@@ -38,3 +42,4 @@ class RowBatch:
     logit_rows: Tensor
     row_counts: tuple[int, ...]
     kv_lengths: tuple[int, ...]
+    ancestors: Sequence[Sequence[int] | None] | None = None
