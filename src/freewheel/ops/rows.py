@@ -30,9 +30,9 @@ class RowBatch:
         row_counts: rows of each sequence (host side; their sum is the number of rows).
         kv_lengths: cached tokens of each sequence after this pass has written its rows (host side).
         ancestors: of each sequence whose rows are a draft tree, for each row its mask, 0 or more: bit j says whether it
-            sees row j of its sequence, which is the row itself or lies on its path. None for the other sequences; or for all. The
-            first row is the root, and a row's position is the root's plus its depth; but its key and value go to the
-            place of its number (host side).
+            sees row j of its sequence, which is the row itself or lies on its path. None for the other sequences; or
+            for all. The first row is the root, and a row's position is the root's plus its depth; but its key and value
+            go to the place of its number (host side).
     """
 
     token_ids: Tensor
