@@ -45,12 +45,12 @@ types = {
     "eps": "fp32", "scale": "fp32",
 }
 shape = {"HEADS": 6, "KV_HEADS": 2, "HEAD_DIM": 80, "DIM": 128, "PAGE_SIZE": 16, "WINDOW": 0, "CAP": 0.0,
-         "TILE": 16, "PART": 8, "STAGES": 0, "SHARES": 1, "CHAINED": True}
+         "TILE": 16, "PART": 8, "STAGES": 3, "EARLY": True, "SHARES": 1, "CHAINED": True}
 small = {"num_pages": 1, "max_pages": 1}  # integers that are 1 are constants
 for name, constants in [
     ("attend_decode", {"GROUP": 4, "SPLITS": 4, "WINDOW": 40, "out": None, "SHARES": 2}),
     ("attend_decode", {"GROUP": 1, "SPLITS": 1, "CAP": 50.0, "norm_weight": None, "partials": None,
-                       "STAGES": 3, **small}),
+                       "EARLY": False, **small}),
     ("rotate_and_store", {}),
     ("rotate_and_store", {"norm_weight": None, **small}),
     ("attend_chunks", {"M": 64, "SPLITS": 1, "partials": None, "ancestors": None}),
@@ -227,8 +227,8 @@ def seeded() -> None:
 def test_decode_equals_the_definition(options: dict[str, Any]) -> None:
     step = Step(make_layer(2, 1, **options), [0, 3, 4, None, 5, 70])
     _, cache, attended = step.expected()
-    for splits, stages in ((SPLITS, 0), (0, 0), (0, 3)):
-        assert_close(step.decode(splits, stages=stages), attended, torch.float32)
+    for splits, early in ((SPLITS, True), (0, True), (0, False)):
+        assert_close(step.decode(splits, early=early), attended, torch.float32)
         step.assert_cache(cache)
 
 
@@ -424,19 +424,19 @@ FULL: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stages", [0, 3])
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("heads", "options"), FULL)
-def test_full_size_decode(heads: tuple[int, int, int], options: dict[str, Any], stages: int) -> None:
+def test_full_size_decode(heads: tuple[int, int, int], options: dict[str, Any], early: bool) -> None:
     step = Step(
         make_layer(*heads, **options), [0, 15, 16, 17, 511, 512, None, 4096, 9001], dtype=torch.bfloat16, page=16
     )
     _, cache, attended = step.expected()
     for splits in (0, default_splits(1, heads[1])):
-        together = step.decode(splits, tile=None, stages=stages)
+        together = step.decode(splits, tile=None, early=early)
         assert_close(together, attended, torch.bfloat16)
         step.assert_cache(cache)
         for row in range(len(together)):
-            assert torch.equal(step.decode(splits, slice(row, row + 1), tile=None, stages=stages)[0], together[row])
+            assert torch.equal(step.decode(splits, slice(row, row + 1), tile=None, early=early)[0], together[row])
 
 
 @pytest.mark.gpu

@@ -108,6 +108,7 @@ class DecodeTile(NamedTuple):
     places: int
     warps: int
     stages: int
+    early: bool
 
 
 def decode_tile(layer: LayerAttention, splits: int, rows: int) -> DecodeTile:
@@ -116,10 +117,10 @@ def decode_tile(layer: LayerAttention, splits: int, rows: int) -> DecodeTile:
     With splits it reads ``layer.tile`` places at a time, which is what adds them up goes by.
     """
     if splits > 2:
-        return DecodeTile(layer.tile, 4, 0)
+        return DecodeTile(layer.tile, 4, 3, early=True)
     if splits > 1 or layer.kv_heads * rows < 4 * PROCESSORS:
-        return DecodeTile(layer.tile, 4, 3)
-    return DecodeTile(max(layer.tile // 2, 16), 1, 4)  # many small ones, which wait for no other warp
+        return DecodeTile(layer.tile, 4, 3, early=False)
+    return DecodeTile(max(layer.tile // 2, 16), 1, 4, early=False)  # many small ones, which wait for no other warp
 
 
 def rows_per_tile(layer: LayerAttention, queries: int = 64) -> int:
@@ -153,6 +154,7 @@ def attend_decode(
     tile: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
+    early: bool | None = None,
 ) -> None:
     """Rotates, stores and attends, for rows of which each is the only one of its sequence in the step.
 
@@ -172,8 +174,9 @@ def attend_decode(
         tile: places of the context that are read at a time, a power of two from 16. With partials ``layer.tile``, or
             what is given to :func:`combine` as well.
         warps: of a program.
-        stages: tiles on their way at a time, besides the look-up of their pages; 0: two, in registers, the first
-            before the launch ahead has ended. None of the three: :func:`decode_tile`.
+        stages: tiles on their way at a time, besides the look-up of their pages.
+        early: read the first tile before the launch ahead has ended; it takes registers. By default this and the three
+            above are what :func:`decode_tile` says.
     """
     shares, rows, _ = qkv.shape if qkv.dim() == 3 else (1, *qkv.shape)
     _check(layer, qkv, cache, rotations)
@@ -181,13 +184,13 @@ def attend_decode(
     splits = 1 if partials is None else partials.splits
     default = decode_tile(layer, splits, rows)
     tile, warps = tile or default.places, warps or default.warps
-    stages = default.stages if stages is None else stages
+    stages, early = stages or default.stages, default.early if early is None else early
     kernels.attend_decode[(splits, layer.kv_heads, rows)](
         out if partials is None else None, partials, qkv, layer.norm_weight, rotations, cache, page_table, slots,
         positions, layer.eps, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0, SHARES=shares,
         GROUP=power(layer.group), SPLITS=splits, TILE=tile, CHAINED=chained,
-        num_warps=warps, STAGES=stages, **_options(chained),
+        num_warps=warps, STAGES=stages, EARLY=early, **_options(chained),
     )  # fmt: skip
 
 

@@ -162,15 +162,16 @@ def attend_decode(
     eps, scale, num_pages, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    SHARES: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    SHARES: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The group of a key head: one split of what a row sees. The split that holds the row's own place also stores it.
 
     Queries, keys and values are the sum of SHARES.
 
     Leaves partials, or the attended rows in ``out`` if there are none (SPLITS is 1). GROUP and DIM are heads of a group
-    and HEAD_DIM, padded to powers of two. Tiles pass through shared memory in STAGES; or with 0, which reads
-    the first one before the wait, through registers.
+    and HEAD_DIM, padded to powers of two. Tiles pass through shared memory in STAGES; if EARLY, the first one through
+    registers, into which it is read before the wait. In a short context that is all there is.
     """
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(slots + row)
@@ -199,7 +200,7 @@ def attend_decode(
     keys = cache + kv_head.to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
     values = cache + (kv_head + KV_HEADS).to(tl.int64) * num_pages * (PAGE_SIZE * HEAD_DIM)
     places = start + tl.arange(0, TILE)
-    if STAGES == 0:
+    if EARLY:
         seen = (places >= first) & (places < position)
         tile_keys, tile_values = _load_tile(keys, values, pages, places, seen, HEAD_DIM, DIM, PAGE_SIZE)
     cosine, sine = _rotation(rotations, row, HEAD_DIM, DIM)
@@ -236,16 +237,13 @@ def attend_decode(
     peak = tl.where(own, score, -float("inf"))
     total = tl.where(own, tl.full([GROUP], 1.0, tl.float32), 0.0)
     attended = tl.zeros([GROUP, DIM], tl.float32) + value.to(tl.float32)
-    if STAGES == 0:
-        for _ in range(start, position, SPLITS * TILE):
-            places += SPLITS * TILE
-            soon = places < position
-            next_keys, next_values = _load_tile(keys, values, pages, places, soon, HEAD_DIM, DIM, PAGE_SIZE)
+    if EARLY:
+        if start < position:
             peak, total, attended = _attend(
                 query, tile_keys, tile_values, seen[None, :], peak, total, attended, scale, CAP
             )
-            tile_keys, tile_values, seen = next_keys, next_values, soon
-    else:
+        start += SPLITS * TILE
+    if start < position:
         for begin in tl.range(start, position, SPLITS * TILE, num_stages=STAGES):
             places = begin + tl.arange(0, TILE)
             seen = (places >= first) & (places < position)
