@@ -72,9 +72,9 @@ def requests() -> list[Request]:
 
 
 def test_cuda_devices_get_this_runner_unless_kernels_are_not_wanted() -> None:
-    given = runner_for(EngineConfig(graphs=False), "cuda")
+    given = runner_for(EngineConfig(graphs=False, max_num_batched_tokens=300), "cuda")
     assert isinstance(given, partial)
-    assert (given.func, given.keywords) == (DeviceRunner, {"graphs": False})
+    assert (given.func, given.keywords) == (DeviceRunner, {"graphs": False, "most_rows": 300})
     assert runner_for(EngineConfig(fused=False), "cuda") is Runner
     assert runner_for(EngineConfig(), "cpu") is Runner
 
@@ -213,17 +213,24 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return graphs
 
 
+def test_chunks_are_captured_up_to_what_a_step_may_have() -> None:
+    assert device_runner.chunk_sizes(8192) == [16, 32, 64, 128, 256, 512, 1024]
+    assert device_runner.chunk_sizes(300) == [16, 32, 64, 128, 256, 512]
+    assert device_runner.chunk_sizes(256) == [16, 32, 64, 128, 256]
+    assert device_runner.chunk_sizes(1) == [16]
+
+
 def test_chunks_are_captured_for_some_numbers_of_rows(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, captured: list[Any]
 ) -> None:
     """Here they have 12, 10, 9 and 4."""
-    monkeypatch.setattr(device_runner, "CHUNKS", (4, 10))
     monkeypatch.setattr(device_runner, "MOST_WANTED", 3)
     expected = run(make_engine(tiny_model, "cpu", Runner), requests())
     engine = make_engine(tiny_model, DEVICE, DeviceRunner)
     runner = engine._runner
     assert isinstance(runner, DeviceRunner)
     runner._graphs = True
+    runner._chunk_sizes = [4, 10]
     got = run(engine, requests())
     assert {key: one.tokens for key, one in got.items()} == {key: one.tokens for key, one in expected.items()}
     chunks = {rows: chunk.decoder for rows, chunk in runner._captured_chunks.items()}

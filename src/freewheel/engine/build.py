@@ -66,4 +66,4 @@ def runner_for(config: EngineConfig, device: str) -> Callable[[Any, KVPool, Samp
         return Runner
     from freewheel.engine.device_runner import DeviceRunner  # only here: it imports Triton
 
-    return partial(DeviceRunner, graphs=config.graphs)
+    return partial(DeviceRunner, graphs=config.graphs, most_rows=config.most_rows(device))

@@ -114,9 +114,18 @@ class DeviceRunner(Runner):
         pool: see :class:`Runner`.
         sampler: of a state that keeps tables for kernels.
         graphs: capture steps; None: on CUDA devices.
+        most_rows: of a step.
     """
 
-    def __init__(self, decoder: Decoder, pool: KVPool, sampler: Sampler, *, graphs: bool | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        sampler: Sampler,
+        *,
+        graphs: bool | None = None,
+        most_rows: int = CHUNKS[-1],
+    ) -> None:
         super().__init__(decoder, pool, sampler)
         state, slots = sampler.state, len(pool.page_table)
         max_pages = pages_for(state.max_length, pool.page_size)
@@ -138,6 +147,7 @@ class DeviceRunner(Runner):
         # capture: inputs, ring, cache, history, and the sampler's tables and workspace.
         self._memory = torch.cuda.graph_pool_handle() if self._graphs else None
         self._steps: dict[int, _Step] = {}
+        self._chunk_sizes = chunk_sizes(most_rows)
         self._captured_chunks: dict[int, _Chunk] = {}
 
     def preparations(self) -> list[tuple[str, Callable[[], None]]]:
@@ -150,7 +160,7 @@ class DeviceRunner(Runner):
     def _rehearse_prompts(self) -> None:
         self._fused(*idle_chunk(self._fused, 2, 1))
         if self._graphs:
-            for rows in reversed(CHUNKS):
+            for rows in reversed(self._chunk_sizes):
                 self._chunk(rows)
         self._wait()
 
@@ -274,7 +284,7 @@ class DeviceRunner(Runner):
         positions = [span.start + i for span in spans for i in range(span.rows)]
         wanted, following = self._wanted(spans)
         tiles = plan_tiles([span.rows for span in spans], [span.slot for span in spans], self._fused.tile_rows)
-        rows = next((rows for rows in CHUNKS if rows >= len(slots)), None)
+        rows = next((rows for rows in self._chunk_sizes if rows >= len(slots)), None)
         if self._graphs and rows and len(wanted) <= MOST_WANTED and len(tiles) <= self._most_tiles(rows):
             logits = self._replay_chunk(self._chunk(rows), slots, positions, tiles, wanted)
         else:
@@ -351,6 +361,11 @@ def buckets(slots: int) -> list[int]:
     return [rows for rows in BUCKETS if rows < 2 * slots]
 
 
+def chunk_sizes(most_rows: int) -> list[int]:
+    """Numbers of rows for which chunks are captured, where steps have so many at most."""
+    return [rows for rows in CHUNKS if rows < 2 * max(most_rows, CHUNKS[0])]
+
+
 def idle_chunk(fused: FusedDecoder, rows: int, logit_rows: int) -> tuple[Rows, Tensor]:
     """A prompt of so many rows that leaves no trace."""
     device = fused.device
@@ -380,11 +395,12 @@ def working_memory(decoder: Decoder, config: EngineConfig) -> int:
         return torch.cuda.max_memory_allocated(device) - before
 
     rows, steps = config.most_rows(device.type), buckets(config.max_num_seqs)
+    chunks = chunk_sizes(rows)
     chunk = peak(*idle_chunk(fused, rows, min(rows, config.max_num_seqs + MAX_SCORED_ROWS)))
     idle = torch.full((steps[-1],), -1, device=device)
-    captured = max(peak(Rows(idle, torch.zeros_like(idle))), peak(*idle_chunk(fused, CHUNKS[-1], MOST_WANTED)))
+    captured = max(peak(Rows(idle, torch.zeros_like(idle))), peak(*idle_chunk(fused, chunks[-1], MOST_WANTED)))
     torch.cuda.empty_cache()  # for the pool to have it
-    kept = sum(steps) + len(CHUNKS) * MOST_WANTED
+    kept = sum(steps) + len(chunks) * MOST_WANTED
     return chunk + captured + kept * decoder.spec.vocab_size * decoder.dtype.itemsize
 
 
