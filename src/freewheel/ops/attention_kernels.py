@@ -25,7 +25,7 @@ Flash-Decoding; pages as in PagedAttention, arXiv 2309.06180)::
 
     peaks       float32 [rows, heads, splits]             largest score, in units of ln 2; -inf if there is none
     sums        float32 [rows, heads, splits]             of 2 ** (score - peak)
-    attended    any     [rows, heads, splits, head_dim]   of 2 ** (score - peak) * value
+    attended    [rows, heads, splits, head_dim]           of 2 ** (score - peak) * value, of any floating type
 
 All three may be unwritten where a row sees nothing of a split (:func:`tiles_seen`), and ``attended`` where
 ``attend_chunks`` left a peak of -inf. :func:`merged` says what to multiply ``attended`` by. Idle rows, whose slot is

@@ -11,7 +11,8 @@
 
 With so few rows, reading the weight is all that costs time. So products have their first weights on their way before
 they wait for the kernel ahead of them (CHAINED: programmatic dependent launch, see sampling/kernels.py), and read rows
-only after that. Everything that a kernel reads before it waits, weights, norms and biases, never changes.
+only after that. What a kernel reads before it waits never changes, weights, norms and biases, or is older than the
+launch ahead: positions, and the stream that ``add_norm`` adds to, which was written three launches ago or more.
 
 Sizes: rows [rows, INPUTS], weight [outputs, INPUTS] or, gated, [2 * outputs, INPUTS] with the gates first, all dense.
 Sums, norms and activations are float32. Norm weights are float32 and plain: ``x / sqrt(mean(x²) + eps) * weight``.
@@ -319,7 +320,7 @@ def wide_product(
     Each program takes LINES rows of the weight, COLUMNS columns at a time, AHEAD of these chunks read in advance. The
     weight is the left factor: 64 of its lines fill a tensor core's instruction, however few rows there are. Where
     gated, the first half of the lines are gates, the others their ups. With SHARE below INPUTS each program computes
-    what so many columns add: y is [shares, rows, outputs], for ``add_norm``.
+    what so many columns add: y is [shares, rows, outputs], and the launch that follows adds them up.
     """
     each: tl.constexpr = LINES if ACTIVATION is None else LINES // 2
     line = tl.arange(0, LINES)
