@@ -43,8 +43,8 @@ types |= {name: "*i64" for name in "history slots positions".split()}
 types |= {name: "fp32" for name in "eps cap scale".split()}
 plain = {"peaks": None, "sums": None, "positions": None, "ACTIVATION": None, "ADD": False, "SPLITS": None}
 plain |= {"HEAD_DIM": None, "TILE": 64, "WINDOW": None}
-everything = {"CHAINED": True, "INPUTS": 320, "OUTPUTS": 4, "COLUMNS": 256, "AHEAD": 1, "SPLITS": 4, "HEAD_DIM": 64}
-everything |= {"ROPES": 2, "PAIRS": 40, "PADDED": 64, "SHARES": 2}
+everything = {"CHAINED": True, "EARLY": False, "INPUTS": 320, "OUTPUTS": 4, "COLUMNS": 256, "AHEAD": 1, "SPLITS": 4}
+everything |= {"HEAD_DIM": 64, "ROPES": 2, "PAIRS": 40, "PADDED": 64, "SHARES": 2}
 for name, constants in [
     ("product", plain | {"ROWS": 1, "norm": None, "bias": None, "cap": None, "ADD": True}),
     ("product", plain | {"ROWS": 3, "ACTIVATION": "gelu_tanh"}),
@@ -52,6 +52,7 @@ for name, constants in [
                          "ADD": True, "SPLITS": 8, "HEAD_DIM": 64, "WINDOW": 0}),
     ("product", plain | {"ROWS": 4, "weight": "*fp16"}),
     ("product", plain | {"ROWS": 1, "weight": "*fp32", "norm": None}),
+    ("product", plain | {"ROWS": 1, "AHEAD": 0, "EARLY": True}),
     ("wide_product", {"ROWS": 16, "LINES": 64, "SHARE": 128, "COLUMNS": 64, "ACTIVATION": None, "STAGES": 3,
                       "x": "*bf16"}),
     ("wide_product", {"ROWS": 32, "LINES": 64, "SHARE": 320, "COLUMNS": 64, "ACTIVATION": "silu", "STAGES": 3,
@@ -204,6 +205,16 @@ def test_rows_do_not_see_each_other(tile: Tile) -> None:
     assert torch.equal(run(x, weight, norm=norm, tile=tile)[[0, 3]], whole[[0, 3]])
 
 
+@pytest.mark.parametrize("parts", [[], ["norm", "bias", "cap"]])
+@pytest.mark.parametrize(("outputs", "inputs"), [(9, 16), (3, 72), (8, 200)])
+def test_a_weight_in_words(outputs: int, inputs: int, parts: list[str]) -> None:
+    """Each of two bfloat16 numbers."""
+    all_parts: dict[str, Any] = {"norm": 1 + 0.1 * random(inputs), "bias": random(outputs), "cap": 3.0}
+    asked = {name: all_parts[name] for name in parts}
+    x, weight = 2 * random(1, inputs, seed=4), (random(outputs, inputs, seed=5) / inputs**0.5).bfloat16()
+    close(run(x, weight, tile=Tile(8, 64, 0, 4), **asked), expected(x, weight, **asked))
+
+
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize(("heads", "splits", "head_dim"), [(3, 1, 16), (5, 8, 32)])
 def test_products_of_attention_in_splits(heads: int, splits: int, head_dim: int, window: int | None) -> None:
@@ -330,6 +341,10 @@ def test_what_does_not_fit_is_refused() -> None:
             products.product(*args)
     with pytest.raises(ValueError, match="expected"):
         products.product(y, x, weight, norm=random(7))
+    for others in ({"weight": weight}, {"activation": "silu", "y": y[:1, :3].contiguous()}, {"x": x[:1].bfloat16()}):
+        one: dict[str, Any] = {"y": y[:1], "x": x[:1], "weight": weight.bfloat16(), **others}
+        with pytest.raises(ValueError, match="words"):
+            products.product(**one, tile=Tile(8, 64, 0, 4))
     with pytest.raises(ValueError, match="stream"):
         products.product(y.bfloat16(), x, weight, add=True)
     layer = LayerAttention(2, 1, 3, 1.0)
@@ -369,7 +384,7 @@ def test_kernels_compile_for_a_gpu() -> None:
     """The interpreter knows no types and no registers: the compiler does, and needs no GPU."""
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=COMPILED, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == 5 * ["product"] + 2 * ["wide_product"] + ["embed", "add_norm", "add_norm", "gated"]
+    assert done.stdout.split() == 6 * ["product"] + 2 * ["wide_product"] + ["embed", "add_norm", "add_norm", "gated"]
 
 
 @pytest.mark.gpu
@@ -390,17 +405,20 @@ def test_the_sizes_of_a_model(rows: int, outputs: int, inputs: int, activation: 
 
 
 @pytest.mark.gpu
-def test_a_chain_of_launches_waits_for_each_before() -> None:
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_chain_of_launches_waits_for_each_before(rows: int) -> None:
     """A layer's worth of launches in a captured graph, replayed: each reads what the one before it wrote."""
-    rows, hidden = 4, 1024
-    gate_up, down = (random(*shape, dtype=torch.bfloat16) / 32 for shape in ((6144, hidden), (hidden, 3072)))
-    norm, start = 1 + 0.1 * random(hidden), random(rows, hidden)
+    hidden = 1024
+    gate_up, down = (random(*shape, dtype=torch.bfloat16) / 32 for shape in ((6144, 2048), (hidden, 3072)))
+    turn, norm, start = random(2048, hidden, dtype=torch.bfloat16) / 32, 1 + 0.1 * random(2048), random(rows, hidden)
+    turned = torch.empty(rows, 2048, device=DEVICE)
     stream, inner = start.clone(), torch.empty(rows, 3072, dtype=torch.bfloat16, device=DEVICE)
 
     def step() -> None:
         stream.copy_(start)
         for layer in range(20):
-            products.product(inner, stream, gate_up, norm=norm, eps=EPS, activation="silu", chained=layer > 0)
+            products.product(turned, stream, turn, chained=layer > 0, early=layer > 0)  # in words, if it is one row
+            products.product(inner, turned, gate_up, norm=norm, eps=EPS, activation="silu", chained=True)
             products.product(stream, inner, down, add=True, chained=True)
 
     step()
@@ -409,9 +427,8 @@ def test_a_chain_of_launches_waits_for_each_before() -> None:
         step()
     reference = start.double()
     for _ in range(20):
-        reference = (
-            reference + gated_reference(rms(reference, norm.double()) @ gate_up.double().T, "silu") @ down.double().T
-        )
+        normed = rms(reference @ turn.double().T, norm.double())
+        reference = reference + gated_reference(normed @ gate_up.double().T, "silu") @ down.double().T
     first = None
     for _ in range(20):
         graph.replay()

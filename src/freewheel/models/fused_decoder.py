@@ -143,10 +143,10 @@ class FusedDecoder:
         activated = stream.new_empty(count, spec.intermediate_size)
         attended = stream.new_empty(count, spec.num_heads * spec.head_dim)
         merges = partials is not None and spec.head_dim & (spec.head_dim - 1) == 0
-        for layer, cache in zip(self._layers, self._kv, strict=True):
+        for index, (layer, cache) in enumerate(zip(self._layers, self._kv, strict=True)):
             products.product(
                 qkv, stream, layer.qkv.weight, norm=layer.attention_norm, eps=spec.norm_eps, bias=layer.qkv.bias,
-                chained=chained,
+                chained=chained, early=count == 1 and index > 0,  # attention reads early what the embedding writes
             )  # fmt: skip
             self._attend_alone(layer, qkv, rotations, cache, rows, partials or attended)
             if partials and merges and layer.post_attention_norm is None:

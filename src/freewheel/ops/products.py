@@ -32,12 +32,23 @@ class Tile(NamedTuple):
 
 
 def tile_for(
-    rows: int, outputs: int, inputs: int, gated: bool = False, combined: bool = False, itemsize: int = 2
+    rows: int,
+    outputs: int,
+    inputs: int,
+    gated: bool = False,
+    combined: bool = False,
+    itemsize: int = 2,
+    words: bool = False,
 ) -> Tile:
-    """How to divide a product with ``outputs`` results of ``inputs`` columns; see scripts/tune_products.py."""
+    """How to divide a product with ``outputs`` results of ``inputs`` columns; see scripts/tune_products.py.
+
+    ``words``: it may be read in words, see ``product_kernels._word_products``.
+    """
     columns = max(power(inputs), 16)
     if combined:
-        return Tile(8, min(columns, 2048), 1, 8)
+        return Tile(8, min(columns, 2048), 1, 4 if rows == 1 and itemsize == 2 else 8)
+    if words and 2048 <= outputs <= 8192 and inputs <= 2048:
+        return Tile(8, min(columns, 1024), 0, 4)
     if outputs * (2 if gated else 1) >= 4096:
         return Tile(4 if gated and rows == 1 else 8, min(columns, 512), 1 if gated and rows == 1 else 2, 4)
     # So few outputs make about one program an SM: it reads ahead all it needs, or what registers hold.
@@ -87,6 +98,7 @@ def product(
     cap: float | None = None,
     add: bool = False,
     chained: bool = False,
+    early: bool = False,
     tile: Tile | None = None,
 ) -> None:
     """``y = x @ weight.T``, or ``y += ...`` with ``add``, for 1 to MOST_ROWS rows.
@@ -101,13 +113,15 @@ def product(
         bias: float32, as long as the weight.
         activation: of the gates, which are multiplied with the ups.
         cap: c in ``c * tanh(y / c)``.
+        early: let the next launch start even before the one ahead of this has ended. Until it waits, it may then read
+            only what neither of the two writes, nor what ends after they have started.
         tile: how to divide the work, ``tile_for`` unless given.
 
     Raises:
-        ValueError: sizes do not fit, or a tensor is not dense.
+        ValueError: sizes do not fit, a tensor is not dense, or the tile is not for such a product.
     """
     _check(x, len(y), weight.shape[1])
-    _launch_product(y, x, weight, None, norm, eps, bias, activation, cap, add, chained, tile)
+    _launch_product(y, x, weight, None, norm, eps, bias, activation, cap, add, chained, early, tile)
 
 
 def wide_product(
@@ -193,7 +207,7 @@ def combine_product(
     _check(positions, len(y))
     _check(weight, y.shape[1], layer.heads * head_dim)
     merge = _Merge(partials.peaks, partials.sums, positions, splits, head_dim, layer.tile, layer.window or 0)
-    _launch_product(y, partials.attended, weight, merge, None, 0.0, bias, None, None, add, chained, tile)
+    _launch_product(y, partials.attended, weight, merge, None, 0.0, bias, None, None, add, chained, False, tile)
 
 
 def embed(
@@ -314,6 +328,7 @@ def _launch_product(
     cap: float | None,
     add: bool,
     chained: bool,
+    early: bool,
     tile: Tile | None,
 ) -> None:
     (rows, outputs), inputs = y.shape, weight.shape[1]
@@ -328,13 +343,18 @@ def _launch_product(
         _check(norm, inputs)
     if bias is not None:
         _check(bias, width)
-    tile = tile or tile_for(rows, outputs, inputs, activation is not None, merge is not None, weight.element_size())
+    gated, combined = activation is not None, merge is not None
+    words = rows == 1 and x.dtype == torch.float32 and weight.dtype == torch.bfloat16 and inputs % 8 == 0
+    words = words and not (gated or combined or add)
+    tile = tile or tile_for(rows, outputs, inputs, gated, combined, weight.element_size(), words)
+    if tile.ahead == 0 and not words:
+        raise ValueError("only one float32 row can be multiplied with a weight in words, a bfloat16 one, and no more")
     columns = tile.columns if merge is None else max(tile.columns, merge.head_dim)
     peaks, sums, positions, splits, head_dim, places, window = merge or [None] * 7
     _launch(
         kernels.product, (-(-outputs // tile.outputs),), tile.warps, chained,
         y, x, weight, norm, bias, peaks, sums, positions, outputs, eps, cap,
-        rows, inputs, tile.outputs, columns, tile.ahead, activation, add, splits, head_dim, places, window,
+        rows, inputs, tile.outputs, columns, tile.ahead, activation, add, splits, head_dim, places, window, early,
     )  # fmt: skip
 
 
