@@ -243,6 +243,7 @@ def test_whole_steps_are_captured_for_demands_that_recur(
 ) -> None:
     monkeypatch.setattr(device_runner, "MOST_WHOLE", 1)
     runner, state = decoding(tiny_model)
+    captured.clear()  # on a device, those of prompts
     runner._graphs = True
     steps = Decoding(runner, state)
     for params in [SamplingParams(), SamplingParams(top_k=3), SamplingParams()]:

@@ -42,7 +42,7 @@ types = {
 }
 kernels = vars(baseline_kernels) | vars(draw_kernels) | vars(edit_kernels) | vars(finish_kernels)
 kernels |= vars(truncation_kernels)
-everything = {"EDITS": True, "MASKED": True, "CHAINED": True, "LOGPROBS": True, "BLOCKS": 256, "IDS": 128, "WIDTH": 8}
+everything = {"EDITS": True, "MASKED": True, "CHAINED": True, "LOGPROBS": True, "BLOCKS": 256, "IDS": 128}
 for name, constants in [
     ("edit", {}), ("draw", {"TILE": 8, "ROWS": 16, "ALL": False, "FINISH": True}),
     ("draw", {"TILE": 8, "ROWS": 0, "ALL": True, "FINISH": False}),

@@ -59,8 +59,9 @@ class _Step:
     """A decode step of some number of rows.
 
     Attributes:
-        inputs: int64 [5, rows], the columns that follow.
-        columns: of the inputs.
+        inputs: int64 [5, rows or more], the columns that follow.
+        count: of rows.
+        columns: of the inputs, [rows].
         rows: for the decoder, of the same.
         sample_rows: for the sampler.
         ring: where the results go.
@@ -71,6 +72,7 @@ class _Step:
     """
 
     inputs: Tensor
+    count: int
     ring: Ring
     columns: StepInputs = field(init=False)
     rows: Rows = field(init=False)
@@ -81,7 +83,7 @@ class _Step:
     expected: tuple[list[int], list[int]] = ([], [])
 
     def __post_init__(self) -> None:
-        self.columns = columns = StepInputs(*self.inputs.unbind())
+        self.columns = columns = StepInputs(*self.inputs[:, : self.count].unbind())
         self.rows = Rows(columns.slots, columns.positions)
         self.sample_rows = SampleRows(columns.sample_slots, columns.following)
 
@@ -242,8 +244,8 @@ class DeviceRunner(Runner):
     def _step(self, rows: int) -> _Step:
         """The decode step of so many rows; its decoder is captured when it is first asked for."""
         if rows not in self._steps:
-            inputs = torch.zeros(len(StepInputs._fields), rows, dtype=torch.int64, device=self._device)
-            step = _Step(inputs, Ring(rows, self._places, self._device))
+            inputs = torch.zeros(len(StepInputs._fields), even(rows), dtype=torch.int64, device=self._device)
+            step = _Step(inputs, rows, Ring(rows, self._places, self._device))
             self._put(step, [], [])  # all idle: what a rehearsal computes goes nowhere
             if self._graphs:
                 self._fused(step.rows)  # compiles kernels and picks products, which capturing must not see
@@ -348,8 +350,10 @@ class DeviceRunner(Runner):
             self._versions[slot] = self._pool.versions[slot]
 
     def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:
-        numbers = self._pinned(torch.tensor(columns, dtype=torch.int64))
-        return numbers.to(self._device, non_blocking=True).unbind()
+        count = len(columns[0])
+        padded = [column + [0] * (even(count) - count) for column in columns]
+        numbers = self._pinned(torch.tensor(padded, dtype=torch.int64))
+        return numbers.to(self._device, non_blocking=True)[:, :count].unbind()
 
     def _pinned(self, numbers: Tensor) -> Tensor:
         """In memory from where a copy to the device does not wait for what the device has yet to do."""
@@ -359,6 +363,11 @@ class DeviceRunner(Runner):
 def buckets(slots: int) -> list[int]:
     """Numbers of rows that steps of so many sequences have."""
     return [rows for rows in BUCKETS if rows < 2 * slots]
+
+
+def even(count: int) -> int:
+    """So many int64, or one more: what comes next begins at a multiple of 16 bytes, or kernels were compiled anew."""
+    return count + count % 2
 
 
 def chunk_sizes(most_rows: int) -> list[int]:

@@ -261,7 +261,7 @@ def _draw_row(
         tl.store(tokens + row, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def draw(
     inputs, work, tokens, statuses, rows, block_count,
     TILE: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, ALL: tl.constexpr, EDITS: tl.constexpr,

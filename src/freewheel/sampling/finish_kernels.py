@@ -202,11 +202,10 @@ def _describe(
     tl.store(out.ranks + row, larger)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def finish(
     inputs, work, out, tokens, width, block_count,
-    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr, LOGPROBS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    BLOCKS: tl.constexpr, EDITS: tl.constexpr, MASKED: tl.constexpr, LOGPROBS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Tokens of the rows that are still pending; log probabilities."""
     row = tl.program_id(0).to(tl.int64)
@@ -233,13 +232,14 @@ def finish(
             tl.store(tokens + row, token)
             tl.debug_barrier()
     if LOGPROBS:
-        place = row * width + tl.arange(0, WIDTH)
-        exists = tl.arange(0, WIDTH) < width
         tl.store(out.token_logprobs + row, float("nan"))
         tl.store(out.ranks + row, tl.zeros([], tl.int64))
-        tl.store(out.top_ids + place, tl.full([WIDTH], -1, tl.int64), mask=exists)
-        tl.store(out.top_logprobs + place, tl.full([WIDTH], -float("inf"), tl.float32), mask=exists)
-        tl.store(out.top_ranks + place, tl.zeros([WIDTH], tl.int64), mask=exists)
+        for start in range(0, width, FEW):
+            number = start + tl.arange(0, FEW)
+            place, exists = row * width + number, number < width
+            tl.store(out.top_ids + place, tl.full([FEW], -1, tl.int64), mask=exists)
+            tl.store(out.top_logprobs + place, tl.full([FEW], -float("inf"), tl.float32), mask=exists)
+            tl.store(out.top_ranks + place, tl.zeros([FEW], tl.int64), mask=exists)
         tl.debug_barrier()  # before others write the same places
         token = tl.load(tokens + row)
         if ((needs & ASKS_LOGPROBS) != 0) & (token >= 0):

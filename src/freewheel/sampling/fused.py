@@ -258,7 +258,7 @@ class FusedSampler:
             launch(truncation_kernels.check, (parts, rows), (tokens, statuses, blocks), (8, *changes, chained), 4, True)
         if logprobs or (not apart and (nucleus or (truncated and not few))):
             args = described or self._nothing, tokens, width, blocks
-            constants = (padded, power(width), *changes, logprobs, chained)
+            constants = (padded, *changes, logprobs, chained)
             launch(finish_kernels.finish, (rows, 1), args, constants, 8, not apart)
         return described
 
