@@ -74,12 +74,12 @@ def _describe_kept(
     mass = tl.where(narrowed, tl.sum(tl.where(kept, weights, 0), 0), total)
     log_total = tl.log2((mass / UNIT).to(tl.float32))
     step: tl.constexpr = 16 if SIZE == FEW else 4
-    larger = tl.zeros([SIZE], tl.int32)
+    larger = tl.zeros([step, SIZE], tl.int32)
     for start in range(0, count, step):
         other_ids, others = _candidates(work, row, start + tl.arange(0, step), count)
-        larger += tl.sum((others[:, None] > values[None, :]).to(tl.int32), 0)
+        larger += (others[:, None] > values[None, :]).to(tl.int32)
     kept = kept & (rank < wanted)
-    _show(out, row, width, rank, ids, _logprob(values, peak, scale, log_total), larger, kept)
+    _show(out, row, width, rank, ids, _logprob(values, peak, scale, log_total), tl.sum(larger, 0), kept)
     listed = tl.sum(kept.to(tl.int32), 0)
     if listed < wanted:
         # Not so many can be drawn: the list goes on with the smallest other ids.

@@ -43,18 +43,30 @@ from freewheel.sampling.kernels import (
 
 
 @triton.jit
-def _reached_by(values, more, peak, k):
-    """A number that at least k of ``values`` and ``more`` [n] reach, and few others, by bisection.
+def _reach(values, levels: tl.constexpr, low, step):
+    """How many of ``values`` [n] reach ``low + i * step`` for i from 1 to ``levels``: each 15 bits of an int64."""
+    counts = tl.zeros(values.shape, tl.int64)
+    for i in tl.static_range(levels):
+        counts += (values >= low + (i + 1) * step).to(tl.int64) << (15 * i)
+    return counts
 
-    ``more`` are no larger than ``values``. LOWEST if too few are finite.
+
+@triton.jit
+def _reached_by(values, more, peak, k):
+    """A number that at least k of ``values`` and ``more`` [n] reach, and few others, by cutting a range into fifths.
+
+    ``more`` are no larger than ``values``; n is below 2**14. LOWEST if too few are finite.
     """
+    levels: tl.constexpr = 4
     low = tl.min(tl.where(values > -float("inf"), values, peak), 0)
-    high = peak
-    for _ in range(11):
-        middle = low + (high - low) * 0.5
-        enough = tl.sum((values >= middle).to(tl.int32) + (more >= middle).to(tl.int32), 0) >= k
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
+    step = (peak - low) * 0.2
+    for _ in range(5):  # a reduction each: what it adds up costs less than its barriers
+        counts = tl.sum(_reach(values, levels, low, step) + _reach(more, levels, low, step), 0)
+        reached = tl.zeros([], tl.int32)
+        for i in tl.static_range(levels):
+            reached += (((counts >> (15 * i)) & 0x7FFF) >= k).to(tl.int32)
+        low = tl.where(reached > 0, low + reached * step, low)  # of an infinite step none is reached
+        step *= 0.2
     enough = tl.sum((values >= low).to(tl.int32) + (more >= low).to(tl.int32), 0) >= k
     return tl.where(enough, low, LOWEST)
 
@@ -188,15 +200,16 @@ def _keep(work, row, count, peak, scale, total, top_k, top_p, min_p, drawable, S
     step: tl.constexpr = 16 if SIZE == FEW else 4
     i = tl.arange(0, SIZE)
     ids, values = _candidates(work, row, i, count)
-    rank = tl.zeros([SIZE], tl.int32)
-    before = tl.zeros([SIZE], tl.int64)
-    # A few at a time: code that is run but once costs more to fetch than to execute.
+    ranks = tl.zeros([step, SIZE], tl.int32)
+    befores = tl.zeros([step, SIZE], tl.int64)
+    # A few at a time: code that is run but once costs more to fetch than to execute. Threads meet only at the end.
     for start in range(0, count, step):
         other_ids, others = _candidates(work, row, start + tl.arange(0, step), count)
         others, other_ids = others[:, None], other_ids[:, None]
         ahead = (others > values[None, :]) | ((others == values[None, :]) & (other_ids < ids[None, :]))
-        rank += tl.sum(ahead.to(tl.int32), 0)
-        before += tl.sum(tl.where(ahead, _units(tl.exp2((others - peak) * scale)), 0), 0)
+        ranks += ahead.to(tl.int32)
+        befores += tl.where(ahead, _units(tl.exp2((others - peak) * scale)), 0)
+    rank, before = tl.sum(ranks, 0), tl.sum(befores, 0)
     shares = tl.exp2((values - peak) * scale)
     weights = _units(shares)
     kept = (i < count) & (rank < top_k)
