@@ -66,7 +66,7 @@ class NgramIndex:
         self.max_length, self.orders, self.chain, self.cap = max_length, tuple(orders), chain, cap
         bits = (max_length - 1).bit_length()
         self._shift = 32 - bits
-        self._powers = [pow(MULTIPLIER, distance + 1, 2**32) for distance in range(orders[0])]
+        self.powers = [pow(MULTIPLIER, distance + 1, 2**32) for distance in range(orders[0])]
         self._length = 0
         self.tokens = np.zeros(max_length, np.int32)
         self.heads = np.full((len(orders), 1 << bits), -1, np.int32)
@@ -184,7 +184,7 @@ class NgramIndex:
         # Python's integers never overflow, and NumPy's wrap at 2**64, which leaves the lower 32 bits right.
         total: Any = 0
         buckets, level = [], len(self.orders) - 1
-        for count, (token, power) in enumerate(zip(tail, self._powers), 1):
+        for count, (token, power) in enumerate(zip(tail, self.powers), 1):
             total = total + token * power
             if count == self.orders[level]:
                 buckets.append((level, (total & 0xFFFFFFFF) >> self._shift))
