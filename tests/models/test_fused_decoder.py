@@ -10,6 +10,7 @@ from torch import Tensor
 from freewheel.models.decoder import Decoder, kv_cache_shape
 from freewheel.ops import attention_gpu
 from freewheel.ops.attention_gpu import plan_tiles
+from freewheel.speculative import DraftTree
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
 
@@ -74,6 +75,37 @@ def test_prefill_in_chunks_then_steps_of_a_few_rows_and_of_many(name: str) -> No
         logits = model(rows(places))
         assert logits.shape == (count, decoder.spec.vocab_size)
         assert_close(logits[[0, -1]], torch.stack([right[1][9 + step], right[0][19 + step]]))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3-softcap-linear"])
+@pytest.mark.parametrize("count", [10, 140])
+@torch.inference_mode()
+def test_rows_of_draft_trees(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sees what is known and its own path, and stands where its path ends; idle rows have no tile."""
+    if DEVICE == "cpu" and count == 10:
+        monkeypatch.setattr(attention_gpu, "default_splits", lambda rows, kv_heads: 2)
+    reference, decoder = make_pair(name, DEVICE)
+    texts = [prompt(20, seed=1), prompt(9, seed=2)]
+    model = fused(decoder, texts)
+    known = [len(text) - 1 for text in texts]
+    tiles = plan_tiles(known, [0, 1], model.tile_rows).to(DEVICE)
+    model(rows([(slot, at) for slot in (0, 1) for at in range(known[slot])], tiles=tiles), torch.tensor([0]))
+    trees = [DraftTree((7, 3, 5, 3), (-1, 0, -1, 2)), DraftTree((4, 6), (-1, 0))]
+    slots, positions, places, ancestors, right = [], [], [], [], []
+    for slot, (text, tree) in enumerate(zip(texts, trees)):
+        model._history[slot, len(text) : len(text) + len(tree.tokens)] = torch.tensor(tree.tokens)
+        slots += [slot] * tree.rows
+        positions += [known[slot] + depth for depth in tree.links.depths]
+        places += range(known[slot], known[slot] + tree.rows)
+        ancestors += tree.ancestors.tolist()
+        paths = [[token for token in path if token >= 0] for path in tree.paths.tolist()]
+        right += [expected(reference, text + path)[-1] for path in paths]
+    wanted = len(slots)
+    columns = zip([slots, positions, places, ancestors], [-1, 0, 0, 1])
+    numbers = torch.tensor([column + [idle] * (count - wanted) for column, idle in columns], device=DEVICE).unbind()
+    tiles = torch.tensor([[0, 5, 0, 0], [5, 3, 1, 5], [0, 0, -1, 0]], dtype=torch.int32, device=DEVICE)
+    logits = model(Rows(numbers[0], numbers[1], tiles, *numbers[2:]))
+    assert_close(logits[:wanted], torch.stack(right))
 
 
 @torch.inference_mode()

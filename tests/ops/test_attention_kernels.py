@@ -173,17 +173,16 @@ class Step:
         kept = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
         partials = poisoned(make_partials(len(qkv), self.layer, splits, DEVICE, kept)) if splits else None
         options = {"tile": TILE, **options}
-        if shares > 1:
-            parts = torch.randn(shares - 1, *qkv.shape, device=DEVICE)
-            qkv = torch.cat([parts, (qkv.float() - parts.sum(0))[None]])
+        qkv = in_shares(qkv, shares)
         attend_decode(self.layer, qkv, rotations, self.cache, self.table, slots, positions, partials or out, **options)
         return combine(self.layer, partials, positions, out, tile=options["tile"]) if partials else out
 
-    def store(self) -> Tensor:
+    def store(self, shares: int = 1) -> Tensor:
         self.cache_before = self.cache.clone()
         queries = torch.full((len(self.qkv), self.layer.heads, self.layer.head_dim), torch.nan, device=DEVICE)
+        qkv = in_shares(self.qkv, shares)
         return rotate_and_store(
-            self.layer, self.qkv, self.rotations, self.cache, self.table, self.slots, self.places, queries
+            self.layer, qkv, self.rotations, self.cache, self.table, self.slots, self.places, queries
         )
 
     def chunks(
@@ -201,6 +200,14 @@ class Step:
         if not partials:
             return out
         return combine(self.layer, partials, self.positions, out, places=self.places, tile=options["tile"])
+
+
+def in_shares(qkv: Tensor, shares: int) -> Tensor:
+    """Several of which this is the sum."""
+    if shares == 1:
+        return qkv
+    parts = torch.randn(shares - 1, *qkv.shape, device=DEVICE)
+    return torch.cat([parts, (qkv.float() - parts.sum(0))[None]])
 
 
 def poisoned(partials: Partials) -> Partials:
@@ -236,6 +243,10 @@ def test_what_is_projected_may_come_in_shares() -> None:
     step = Step(make_layer(4, 2), [3, 20])
     _, cache, attended = step.expected()
     assert_close(step.decode(shares=3), attended, torch.float32)
+    step.assert_cache(cache)
+    step = Step(make_layer(4, 2), [3, 20], [5, 2])
+    _, cache, attended = step.expected()
+    assert_close(step.chunks(step.store(shares=2)), attended, torch.float32)
     step.assert_cache(cache)
 
 

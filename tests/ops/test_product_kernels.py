@@ -39,7 +39,7 @@ from freewheel.ops import product_kernels as kernels
 types = {name: "*fp32" for name in "y norm bias peaks sums stream delta_norm attended x".split()}
 types |= {name: "*fp32" for name in "frequencies factors rotations".split()}
 types |= {name: "*bf16" for name in "weight table out delta gate_up".split()}
-types |= {name: "*i64" for name in "history slots positions".split()}
+types |= {name: "*i64" for name in "history slots positions places".split()}
 types |= {name: "fp32" for name in "eps cap scale".split()}
 plain = {"peaks": None, "sums": None, "positions": None, "ACTIVATION": None, "ADD": False, "SPLITS": None}
 plain |= {"HEAD_DIM": None, "TILE": 64, "WINDOW": None}

@@ -38,11 +38,15 @@ class Rows:
         positions: int64 [rows], where in its sequence.
         tiles: int32 [tiles, 4], of prefill chunks (see ``attention_gpu.plan_tiles``); None where each row is the only
             one of its sequence.
+        places, ancestors: int64 [rows], of draft trees, each of which has a tile (see ``attention_gpu.attend_chunks``).
+            A row's token stands in the history at its place.
     """
 
     slots: Tensor
     positions: Tensor
     tiles: Tensor | None = None
+    places: Tensor | None = None
+    ancestors: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class FusedDecoder:
         rotations = stream.new_empty(len(self._factors), count, self._frequencies.shape[1], 2)
         products.embed(
             stream, rotations, self._table, self._history, rows.slots, rows.positions, self._frequencies,
-            self._factors, self.spec.embedding_scale,
+            self._factors, self.spec.embedding_scale, places=rows.places,
         )  # fmt: skip
         if rows.tiles is None and count <= products.MOST_ROWS:
             return self._few(stream, rotations, rows)
@@ -138,7 +142,7 @@ class FusedDecoder:
     def _few(self, stream: Tensor, rotations: Tensor, rows: Rows) -> Tensor:
         spec, chained = self.spec, self._chained
         count = len(stream)
-        partials = self._partials(count)
+        partials = self._partials(count, count)
         qkv = stream.new_empty(count, self._layers[0].attention.columns)
         activated = stream.new_empty(count, spec.intermediate_size)
         attended = stream.new_empty(count, spec.num_heads * spec.head_dim)
@@ -182,22 +186,28 @@ class FusedDecoder:
     def _many(self, stream: Tensor, rotations: Tensor, rows: Rows, logit_rows: Tensor | None) -> Tensor:
         spec, chained = self.spec, self._chained
         count = len(stream)
-        partials = self._partials(count)
+        if rows.tiles is None:
+            partials = self._partials(count, count)
+        else:
+            partials = None if rows.ancestors is None else self._partials(count, len(rows.tiles))
         normed = stream.new_empty(stream.shape, dtype=self.dtype)
         activated = normed.new_empty(count, spec.intermediate_size)
         attended = normed.new_empty(count, spec.num_heads * spec.head_dim)
-        if rows.tiles is not None:
-            attended.zero_()  # as it stays for rows of no tile
-        wide = rows.tiles is None and count <= products.MOST_WIDE_ROWS
+        if rows.tiles is not None:  # for rows of no tile
+            if partials:
+                partials.peaks.fill_(-torch.inf)
+            else:
+                attended.zero_()
+        wide = (rows.tiles is None or rows.ancestors is not None) and count <= products.MOST_WIDE_ROWS
         products.norm(normed, stream, self._layers[0].attention_norm, spec.norm_eps, chained=chained)
         for index, (layer, cache) in enumerate(zip(self._layers, self._kv, strict=True)):
             qkv = self._times(layer.qkv, normed, wide and count <= products.MOST_WIDE_ROWS // 2)
-            if rows.tiles is not None:
-                self._attend_chunks(layer, qkv, rotations, cache, rows, attended)
-            else:
-                self._attend_alone(layer, qkv, rotations, cache, rows, partials or attended)
-                if partials:
-                    attention.combine(layer.attention, partials, rows.positions, attended, chained=chained)
+            attend = self._attend_alone if rows.tiles is None else self._attend_tiles
+            attend(layer, qkv, rotations, cache, rows, partials or attended)
+            if partials:
+                attention.combine(
+                    layer.attention, partials, rows.positions, attended, places=rows.places, chained=chained
+                )
             products.add_norm(
                 stream, self._times(layer.output, attended, wide), eps=spec.norm_eps,
                 delta_norm=layer.post_attention_norm, norm=layer.mlp_norm, out=normed, chained=chained,
@@ -242,19 +252,26 @@ class FusedDecoder:
             chained=self._chained,
         )  # fmt: skip
 
-    def _attend_chunks(
-        self, layer: _Layer, qkv: Tensor, rotations: Tensor, cache: Tensor, rows: Rows, attended: Tensor
+    def _attend_tiles(
+        self,
+        layer: _Layer,
+        qkv: Tensor,
+        rotations: Tensor,
+        cache: Tensor,
+        rows: Rows,
+        out: Tensor | attention.Partials,
     ) -> None:
         assert rows.tiles is not None
         table, chained = self._page_table, self._chained
-        queries = attended.new_empty(len(qkv), self.spec.num_heads, self.spec.head_dim)
+        places = rows.positions if rows.places is None else rows.places
+        shape = len(rows.slots), self.spec.num_heads, self.spec.head_dim
+        queries = torch.empty(shape, dtype=self.dtype, device=qkv.device)
         attention.rotate_and_store(
-            layer.attention, qkv, rotations[layer.rope], cache, table, rows.slots, rows.positions, queries,
-            chained=chained,
-        )  # fmt: skip
+            layer.attention, qkv, rotations[layer.rope], cache, table, rows.slots, places, queries, chained=chained
+        )
         attention.attend_chunks(
-            layer.attention, queries, cache, table, rows.tiles, rows.positions, attended, tile_rows=self.tile_rows,
-            chained=chained,
+            layer.attention, queries, cache, table, rows.tiles, rows.positions, out, tile_rows=self.tile_rows,
+            places=places, ancestors=rows.ancestors, chained=chained,
         )  # fmt: skip
 
     @property
@@ -262,9 +279,9 @@ class FusedDecoder:
         """Rows of a tile of prefill."""
         return attention.rows_per_tile(self._layers[0].attention)
 
-    def _partials(self, count: int) -> attention.Partials | None:
-        """Room for what splits of the context leave; None where so many rows need none."""
-        splits = attention.default_splits(count, self.spec.num_kv_heads)
+    def _partials(self, count: int, tiles: int) -> attention.Partials | None:
+        """Room for what splits of the context leave for so many rows; None where so many tiles of them need none."""
+        splits = attention.default_splits(tiles, self.spec.num_kv_heads)
         if splits == 1:
             return None
         # Float16 could not hold sums over a long context.

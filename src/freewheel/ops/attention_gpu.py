@@ -244,10 +244,11 @@ def rotate_and_store(
     """
     _check(layer, qkv, cache, rotations)
     parts = -(-(layer.heads + 2 * layer.kv_heads) // part)
-    kernels.rotate_and_store[(parts, len(qkv))](
+    shares, rows, _ = qkv.shape if qkv.dim() == 3 else (1, *qkv.shape)
+    kernels.rotate_and_store[(parts, rows)](
         queries, qkv, layer.norm_weight, rotations, cache, page_table, slots, places,
         layer.eps, cache.shape[2], page_table.shape[1],
-        **_sizes(layer, cache), PART=part, CHAINED=chained, num_warps=4, **_options(chained),
+        **_sizes(layer, cache), PART=part, SHARES=shares, CHAINED=chained, num_warps=4, **_options(chained),
     )  # fmt: skip
     return queries
 

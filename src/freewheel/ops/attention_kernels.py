@@ -262,9 +262,9 @@ def rotate_and_store(
     queries, qkv, norm_weight, rotations, cache, page_table, slots, places,
     eps, num_pages, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    DIM: tl.constexpr, PART: tl.constexpr, CHAINED: tl.constexpr,
+    DIM: tl.constexpr, PART: tl.constexpr, SHARES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """PART heads of a row: normalise and rotate queries and keys, and put them and values where they belong."""
+    """PART heads of a row, the sum of SHARES: normalise and rotate queries and keys, put them and values in place."""
     head, row = tl.program_id(0) * PART + tl.arange(0, PART), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     place = tl.load(places + row)
@@ -280,6 +280,9 @@ def rotate_and_store(
         gdc_launch_dependents()
     qkv += row * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
     x = _load_heads(qkv, head, head < end, HEAD_DIM, DIM)
+    for share in tl.static_range(1, SHARES):
+        others = share * tl.num_programs(1).to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        x += _load_heads(qkv + others, head, head < end, HEAD_DIM, DIM)
     turned = x
     if norm_weight is not None:
         turned = _normalised(x, weight, eps, HEAD_DIM)

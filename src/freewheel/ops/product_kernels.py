@@ -442,10 +442,10 @@ def wide_product(
 
 @triton.jit
 def embed(
-    stream, table, history, slots, positions, frequencies, factors, rotations, max_length, hidden, scale,
+    stream, table, history, slots, positions, places, frequencies, factors, rotations, max_length, hidden, scale,
     ROPES: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """stream [rows, hidden] = scale * table[token], the token at a row's slot and position; 0 where the slot is < 0.
+    """stream [rows, hidden] = scale * table[token], the token at a row's slot and place; 0 where the slot is < 0.
 
     rotations [ROPES, rows, PAIRS, 2] = cosines and sines of the position times frequencies [ROPES, PAIRS], times
     factors [ROPES]. PADDED is PAIRS, to a power of two.
@@ -457,7 +457,8 @@ def embed(
         gdc_launch_dependents()
     slot = tl.load(slots + row)
     position = tl.load(positions + row)
-    token = tl.load(history + tl.where(slot >= 0, slot * max_length + position, 0))
+    place = tl.load(places + row)
+    token = tl.load(history + tl.where(slot >= 0, slot * max_length + place, 0))
     entries = tl.load(table + token * hidden + k, mask=k < tl.where(slot >= 0, hidden, 0), other=0.0)
     tl.store(stream + row * hidden + k, entries.to(tl.float32) * scale, mask=k < hidden)
     pair = tl.arange(0, PADDED)

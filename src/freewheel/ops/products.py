@@ -221,11 +221,12 @@ def embed(
     factors: Tensor,
     scale: float = 1.0,
     *,
+    places: Tensor | None = None,
     chained: bool = False,
 ) -> None:
     """Begin a step: the residual stream, and for each rope the rows' rotations.
 
-    ``stream[row] = scale * table[history[slots[row], positions[row]]]``, and for each pair of a head's dimensions
+    ``stream[row] = scale * table[history[slots[row], places[row]]]``, and for each pair of a head's dimensions
     ``rotations[rope, row, pair] = factors[rope] * (cos, sin)(positions[row] * frequencies[rope, pair])``.
 
     Args:
@@ -236,13 +237,15 @@ def embed(
         slots, positions: int64 [rows]. A row whose slot is negative is idle: its stream is 0.
         frequencies: float32 [ropes, pairs], radians per position.
         factors: float32 [ropes].
+        places: int64 [rows], where the rows' tokens stand; None: at their positions.
 
     Raises:
         ValueError: sizes do not fit, or a tensor is not dense.
     """
     (rows, hidden), (ropes, pairs) = stream.shape, frequencies.shape
-    for places in (slots, positions):
-        _check(places, rows)
+    places = positions if places is None else places
+    for numbers in (slots, positions, places):
+        _check(numbers, rows)
     _check(stream, rows, hidden)
     _check(rotations, ropes, rows, pairs, 2)
     _check(table, len(table), hidden)
@@ -251,7 +254,7 @@ def embed(
     _check(factors, ropes)
     _launch(
         kernels.embed, (rows,), 4, chained,
-        stream, table, history, slots, positions, frequencies, factors, rotations, history.shape[1], hidden,
+        stream, table, history, slots, positions, places, frequencies, factors, rotations, history.shape[1], hidden,
         float(scale), ropes, pairs, power(pairs), power(hidden),
     )  # fmt: skip
 
