@@ -40,7 +40,8 @@ class Both:
 
     def __init__(self, slots: int, max_length: int, **options: Any) -> None:
         self.tokens = torch.zeros(slots, max_length, dtype=torch.int64, device=DEVICE)
-        self.device = DeviceIndex(self.tokens, **options)
+        self.lengths = torch.zeros(slots, dtype=torch.int64, device=DEVICE)
+        self.device = DeviceIndex(self.tokens, self.lengths, **options)
         self.host: dict[int, NgramIndex] = {}
         self.make = lambda: NgramIndex(max_length, **options)
 
@@ -50,6 +51,7 @@ class Both:
         start = len(self.host[slot])
         self.host[slot].extend(tokens)
         self.tokens[slot, start : start + len(tokens)] = torch.tensor(tokens)
+        self.lengths[slot] = start + len(tokens)
 
     def clear(self, slot: int) -> None:
         del self.host[slot]
@@ -57,14 +59,14 @@ class Both:
 
     def draft(self, slots: list[int], nodes: list[int], depths: list[int], room: int, width: int, many: bool) -> None:
         """Index what is new, and see that all drafts are the host's."""
-        lengths = ints(*[len(self.host[slot]) if slot >= 0 else 0 for slot in slots])
-        self.device.extend(ints(*slots), lengths, many=many)
+        self.device.extend(ints(*slots), many=many)
         trees = make_trees(len(slots), room, DEVICE)
-        self.device.draft(ints(*slots), lengths, ints(*nodes), ints(*depths), trees, width=width)
+        self.device.draft(ints(*slots), ints(*nodes), ints(*depths), trees, width=width)
         for row, (slot, most, depth) in enumerate(zip(slots, nodes, depths)):
             expected = None
             if slot >= 0:
-                expected = draft(self.host[slot], width=width, depth=depth, nodes=min(most, room))
+                nodes_left = min(most, room, self.tokens.shape[1] - len(self.host[slot]))
+                expected = draft(self.host[slot], width=width, depth=depth, nodes=nodes_left)
             expected = expected or DraftTree()
             assert tree(trees, row) == expected
             count = len(expected.tokens)
@@ -101,7 +103,7 @@ def test_what_is_indexed_is_the_same_however_it_came() -> None:
         for piece in pieces:
             start = len(both.host.get(1, ()))
             both.add(1, tokens[start : start + piece])
-            both.device.extend(ints(1), ints(start + piece), many=piece > 100)
+            both.device.extend(ints(1), many=piece > 100)
         host, device = both.host[1], both.device.tables
         assert device.heads[1].tolist() == host.heads.tolist()
         assert device.previous[1].tolist() == host.previous.tolist()
@@ -132,8 +134,8 @@ def test_walks_are_those_of_the_host() -> None:
 
 def test_bad_sizes_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="room for 2"):
-        DeviceIndex(torch.zeros(3, 1, dtype=torch.int64, device=DEVICE))
+        DeviceIndex(torch.zeros(3, 1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match="chain"):
-        DeviceIndex(torch.zeros(3, 9, dtype=torch.int64, device=DEVICE), chain=0)
+        DeviceIndex(torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), chain=0)
     with pytest.raises(ValueError, match="nodes"):
         make_trees(1, 64, DEVICE)

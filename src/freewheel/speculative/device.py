@@ -22,11 +22,14 @@ class DeviceIndex:
     Nothing here waits for the device, and what is launched depends on the sizes of its arguments alone.
     """
 
-    def __init__(self, tokens: Tensor, *, orders: Sequence[int] = (8, 4, 2), chain: int = 16, cap: int = 32) -> None:
+    def __init__(
+        self, tokens: Tensor, lengths: Tensor, *, orders: Sequence[int] = (8, 4, 2), chain: int = 16, cap: int = 32
+    ) -> None:
         """Make room: with three orders 20 to 32 bytes for each of the tokens there is room for.
 
         Args:
             tokens: int64 [slots, max_length], which others write; not negative where they are known.
+            lengths: int64 [slots], how many are known, which others write as well.
             orders, chain, cap: see :class:`NgramIndex`.
 
         Raises:
@@ -46,6 +49,7 @@ class DeviceIndex:
 
         self.tables = Tables(
             tokens=tokens,
+            lengths=lengths,
             heads=empty(buckets),
             previous=empty(max_length),
             indexed=torch.zeros(slots, levels, dtype=torch.int32, device=device),
@@ -60,26 +64,24 @@ class DeviceIndex:
         self.tables.heads[slots] = -1
         self.tables.indexed[slots] = 0
 
-    def extend(self, slots: Tensor, lengths: Tensor, *, many: bool = False) -> None:
+    def extend(self, slots: Tensor, *, many: bool = False) -> None:
         """Index new tokens.
 
         Args:
             slots: int32 or int64 [rows], all different; -1 for none.
-            lengths: int32 or int64 [rows], of the tokens that are known; no fewer than before.
             many: they are more than a few.
         """
         grid = len(slots), len(self.tables.orders)
         tile, warps = (MANY_TOKENS, 8) if many else (FEW_TOKENS, 1)
-        _launch(kernels.extend, grid, warps, self.tables, slots, lengths, self._shift, tile)
+        _launch(kernels.extend, grid, warps, self.tables, slots, self._shift, tile)
 
-    def draft(
-        self, slots: Tensor, lengths: Tensor, most_nodes: Tensor, most_depths: Tensor, out: Trees, *, width: int
-    ) -> None:
-        """Draft what may follow the tokens of each row, which have been indexed.
+    def draft(self, slots: Tensor, most_nodes: Tensor, most_depths: Tensor, out: Trees, *, width: int) -> None:
+        """Draft what may follow the tokens in slots, which have been indexed.
 
         Args:
-            slots, lengths: as for :meth:`extend`.
-            most_nodes, most_depths: int32 [rows], see :func:`~freewheel.speculative.draft`; 0 nodes for none.
+            slots: as for :meth:`extend`.
+            most_nodes, most_depths: int32 or int64 [rows], see :func:`~freewheel.speculative.draft`; 0 nodes for none,
+                and never more than there is room for behind the tokens.
             out: from :func:`make_trees`, of as many nodes and steps as there may be.
             width: most leaves.
         """
@@ -87,7 +89,7 @@ class DeviceIndex:
         levels = len(self.tables.orders)
         _launch(
             kernels.draft, (len(slots),), 4,
-            self.tables, slots, lengths, most_nodes, most_depths, out, width, self.chain, limit, self.cap,
+            self.tables, slots, most_nodes, most_depths, out, width, self.chain, limit, self.cap,
             levels, power(levels), power(self.chain), power(self.cap), power(limit), power(nodes), nodes,
         )  # fmt: skip
 

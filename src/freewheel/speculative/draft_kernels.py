@@ -18,6 +18,7 @@ class Tables(NamedTuple):
 
     Attributes:
         tokens: int64 [slots, max_length].
+        lengths: int64 [slots], of the tokens that are known.
         heads: int32 [slots, levels, buckets].
         previous: int32 [slots, levels, max_length].
         indexed: int32 [slots, levels], how many tokens the index has seen.
@@ -27,6 +28,7 @@ class Tables(NamedTuple):
     """
 
     tokens: Any
+    lengths: Any
     heads: Any
     previous: Any
     indexed: Any
@@ -68,13 +70,13 @@ class Paths(NamedTuple):
 
 
 @triton.jit
-def extend(tables, slots, lengths, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """Index the rows' tokens up to ``lengths``, TILE positions of a level at a time. Slot -1 is none."""
+def extend(tables, slots, SHIFT: tl.constexpr, TILE: tl.constexpr):
+    """Index the tokens of each row's slot, TILE positions of a level at a time. Slot -1 is none."""
     slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
     if slot >= 0:
         place = slot * tl.num_programs(1) + tl.program_id(1)
         order = tl.load(tables.orders + tl.program_id(1))
-        end = tl.load(lengths + tl.program_id(0)).to(tl.int32)
+        end = tl.load(tables.lengths + slot).to(tl.int32)
         tokens = tables.tokens + slot * tables.max_length
         heads = tables.heads + place * tables.buckets
         previous = tables.previous + place * tables.max_length
@@ -158,22 +160,22 @@ def _of(owner, values, GUESSES: tl.constexpr):
 
 @triton.jit
 def draft(
-    tables, slots, lengths, most_nodes, most_depths, trees, width, chain, limit, cap,
+    tables, slots, most_nodes, most_depths, trees, width, chain, limit, cap,
     LEVELS: tl.constexpr, PADDED: tl.constexpr, CHAIN: tl.constexpr, CAP: tl.constexpr, GUESSES: tl.constexpr,
     STEPS: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
-    """Draft what follows each row's tokens, which are indexed up to ``lengths``. Slot -1 is none.
+    """Draft what follows the tokens of each row's slot, all of which are indexed. Slot -1 is none.
 
-    ``most_nodes`` and ``most_depths`` are int32 [rows]; a row with 0 nodes is left at once. ``chain``, ``limit`` and
-    ``cap`` are at most CHAIN, GUESSES and CAP.
+    ``most_nodes`` and ``most_depths`` are [rows]; a row with 0 nodes is left at once, and no row gets more than there
+    is room for behind its tokens. ``chain``, ``limit`` and ``cap`` are at most CHAIN, GUESSES and CAP.
     """
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
-    nodes = tl.minimum(tl.load(most_nodes + row), NODES)
+    last = tl.load(tables.lengths + tl.maximum(slot, 0)).to(tl.int32) - 1
+    nodes = tl.minimum(tl.load(most_nodes + row).to(tl.int32), tl.minimum(tables.max_length - 1 - last, NODES))
     count = tl.zeros([], tl.int32)
     if (slot >= 0) & (nodes > 0):
-        last = tl.load(lengths + row).to(tl.int32) - 1
-        depth = tl.minimum(tl.load(most_depths + row), STEPS)
+        depth = tl.minimum(tl.load(most_depths + row).to(tl.int32), STEPS)
         tokens = tables.tokens + slot * tables.max_length
         candidates = _candidates(tables, slot, last, LEVELS, PADDED, CHAIN)
         ends = _guesses(
@@ -213,6 +215,17 @@ def draft(
 
 
 @triton.jit
+def child_of(at, token, exists, parents, tokens, PADDED: tl.constexpr):
+    """The row to which a walk goes from the row ``at`` that sampled ``token``, int32; -1 for none.
+
+    ``exists``, ``parents`` and ``tokens`` [PADDED] are those of the tree's nodes.
+    """
+    hits = exists & (parents == at - 1) & (tokens == token)
+    child = tl.min(tl.where(hits, tl.arange(0, PADDED), PADDED), 0)
+    return tl.where(child < PADDED, child + 1, -1)
+
+
+@triton.jit
 def walk(trees, starts, sampled, paths, NODES: tl.constexpr, PADDED: tl.constexpr):
     """Go from each row's root to the child that equals the sample, as long as there is one.
 
@@ -232,6 +245,5 @@ def walk(trees, starts, sampled, paths, NODES: tl.constexpr, PADDED: tl.constexp
         tl.store(rows + count, at)
         tl.store(emitted + count, token)
         count += 1
-        child = tl.min(tl.where(exists & (parents == at - 1) & (tokens == token), node, PADDED), 0)
-        at = tl.where(child < PADDED, child + 1, -1)
+        at = child_of(at, token, exists, parents, tokens, PADDED)
     tl.store(paths.counts + row, count)

@@ -1,0 +1,190 @@
+"""A step whose rows are drafted on the device: the host knows neither how long sequences are nor what was drafted.
+
+lay_out  [sequences]          the rows of the step, as far as there is room for them
+settle   [sequences]          the accepted path goes to its sequence and to the host
+compact  [sequences, planes]  keys and values of accepted rows, to where they belong
+
+A sequence of length n has its last known token at n - 1, which is its first row. The tokens of its tree stand behind
+it in the history, and their keys and values behind its own in the cache, node by node, until they are overwritten:
+
+    place     n - 2      n - 1    n        n + 1    n + 2 ...
+    token     known      last     node 0   node 1   node 2
+    position  n - 2      n - 1    n - 1 + the depth of each node
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from freewheel.sampling.edit_kernels import add_token
+from freewheel.speculative.draft_kernels import child_of
+
+
+class DraftInputs(NamedTuple):
+    """What a step is told of its sequences: int64 [sequences] each.
+
+    Attributes:
+        slots: of each; -1 of idle ones, which come last.
+        most_nodes: that may be drafted.
+        places: where in the ring the results go.
+    """
+
+    slots: Any
+    most_nodes: Any
+    places: Any
+
+
+class DraftRows(NamedTuple):
+    """The rows of a step: tensors.
+
+    Attributes:
+        slots: int64 [rows], whose sequence; -1 of idle rows, which come last.
+        positions, places, ancestors: int64 [rows], see ``fused_decoder.Rows``.
+        following: int64 [rows], the positions of what is sampled.
+        sample_slots: int64 [rows], the same slots, but for idle rows one that nobody has.
+        tiles: int32 [sequences, 4], see ``attention_gpu.plan_tiles``.
+        starts: int32 [sequences], the first row of each.
+        counts: int32 [sequences], the nodes for which there was room.
+    """
+
+    slots: Any
+    positions: Any
+    places: Any
+    ancestors: Any
+    following: Any
+    sample_slots: Any
+    tiles: Any
+    starts: Any
+    counts: Any
+
+
+@triton.jit
+def lay_out(
+    inputs, lengths, trees, rows, history, max_length, spare_slot, total,
+    SEQUENCES: tl.constexpr, NODES: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Give each sequence its rows: the root, and nodes of its tree as far as the ``total`` of rows goes.
+
+    ``lengths`` is int64 [slots]. SEQUENCES, PADDED and ROWS are powers of two from the sequences, NODES + 1 and total.
+    """
+    own, sequences = tl.program_id(0), tl.num_programs(0)
+    number = tl.arange(0, SEQUENCES)
+    active = tl.load(inputs.slots + number, mask=number < sequences, other=-1) >= 0
+    count = tl.load(trees.counts + number, mask=active, other=0)
+    room = total - sequences
+    before = tl.sum(tl.where(number < own, count, 0), 0)
+    nodes = tl.sum(tl.where(number == own, count, 0), 0)
+    nodes = tl.maximum(tl.minimum(nodes, room - before), 0)
+    start = own + tl.minimum(before, room)
+    slot = tl.load(inputs.slots + own)
+    tl.store(rows.starts + own, start)
+    tl.store(rows.counts + own, nodes)
+    tile = rows.tiles + own * 4
+    tl.store(tile, start)
+    tl.store(tile + 1, tl.where(slot >= 0, nodes + 1, 0))
+    tl.store(tile + 2, slot.to(tl.int32))
+    tl.store(tile + 3, start)
+    if slot >= 0:
+        last = tl.load(lengths + slot) - 1
+        row = tl.arange(0, PADDED)
+        here, drafted = row <= nodes, (row > 0) & (row <= nodes)
+        node = own * NODES + row - 1
+        depth = tl.load(trees.depths + node, mask=drafted, other=0)
+        tokens = tl.load(trees.tokens + node, mask=drafted, other=0)
+        tl.store(history + slot * max_length + last + row, tokens, mask=drafted)
+        at = start + row
+        tl.store(rows.slots + at, slot + row * 0, mask=here)
+        tl.store(rows.sample_slots + at, slot + row * 0, mask=here)
+        tl.store(rows.positions + at, last + depth, mask=here)
+        tl.store(rows.following + at, last + depth + 1, mask=here)
+        tl.store(rows.places + at, last + row, mask=here)
+        tl.store(rows.ancestors + at, tl.load(trees.ancestors + node, mask=drafted, other=1), mask=here)
+    if own == sequences - 1:
+        row = tl.arange(0, ROWS)
+        used = tl.sum(active.to(tl.int32), 0) + tl.minimum(tl.sum(count, 0), room)
+        idle = (row >= used) & (row < total)
+        tl.store(rows.slots + row, tl.full([ROWS], -1, tl.int64), mask=idle)
+        tl.store(rows.sample_slots + row, spare_slot + row * 0, mask=idle)
+        tl.store(rows.positions + row, row * 0, mask=idle)
+        tl.store(rows.following + row, row * 0, mask=idle)
+        tl.store(rows.places + row, row * 0, mask=idle)
+        tl.store(rows.ancestors + row, row * 0 + 1, mask=idle)
+
+
+@triton.jit
+def settle(
+    inputs, lengths, trees, rows, sampled, statuses, ring, paths, sequences,
+    PLACES: tl.constexpr, NODES: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Walk each tree by the tokens sampled at its rows, and append what the walk meets.
+
+    Leaves the path in ``paths``, int32 [sequences, 1 + NODES], rows of the tree and then -1; and in the ring, int64
+    [PLACES, sequences, 2 + 3 * (1 + NODES)], how many nodes there were, how many rows the walk met, and of each its
+    token, its status, and its row among those of the step.
+    """
+    own, count = tl.program_id(0), tl.num_programs(0)
+    slot = tl.load(inputs.slots + own)
+    path = paths + own * (1 + NODES)
+    if slot >= 0:
+        node = tl.arange(0, PADDED)
+        nodes = tl.load(rows.counts + own)
+        exists = node < nodes
+        parents = tl.load(trees.parents + own * NODES + node, mask=exists, other=PADDED)
+        tokens = tl.load(trees.tokens + own * NODES + node, mask=exists, other=-1)
+        start = tl.load(rows.starts + own)
+        length = tl.load(lengths + slot)
+        place = tl.load(inputs.places + own)
+        words: tl.constexpr = 2 + 3 * (1 + NODES)
+        result = ring + (place * count + own) * words
+        at = tl.zeros([], tl.int32)
+        met = tl.zeros([], tl.int32)
+        while at >= 0:
+            token = tl.load(sampled + start + at)
+            tl.store(path + met, at)
+            tl.store(result + 2 + 3 * met, token)
+            tl.store(result + 3 + 3 * met, tl.load(statuses + start + at).to(tl.int64))
+            tl.store(result + 4 + 3 * met, (start + at).to(tl.int64))
+            if length + met < sequences.max_length:  # the host ends it there, later
+                add_token(sequences, slot, length + met, token)
+            met += 1
+            at = child_of(at, token, exists, parents, tokens, PADDED)
+        tl.store(result, nodes.to(tl.int64))
+        tl.store(result + 1, met.to(tl.int64))
+        tl.store(lengths + slot, tl.minimum(length + met, sequences.max_length))
+        tl.store(inputs.places + own, tl.where(place + 1 < PLACES, place + 1, 0))
+        if met <= NODES:
+            tl.store(path + met, -1)
+    else:
+        tl.store(path, -1)
+
+
+@triton.jit
+def compact(
+    inputs, rows, paths, storage, page_table, num_pages, max_pages,
+    NODES: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Move what a head has of accepted rows to the places behind the root's, where their tokens stand from now on.
+
+    ``storage`` is [planes, pages, PAGE_SIZE, HEAD_DIM]: keys and values of each head of each layer are a plane.
+    """
+    own, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(inputs.slots + own)
+    if slot >= 0:
+        d = tl.arange(0, DIM)
+        entries = storage + plane * num_pages * (PAGE_SIZE * HEAD_DIM) + d
+        pages = page_table + slot * max_pages
+        root = tl.load(rows.places + tl.load(rows.starts + own))
+        path = paths + own * (1 + NODES)
+        depth = tl.full([], 1, tl.int32)
+        row = tl.load(path + 1)
+        while row >= 0:
+            if row != depth:  # it is larger: nothing is overwritten that has yet to move
+                source, target = root + row, root + depth
+                source = tl.load(pages + source // PAGE_SIZE).to(tl.int64) * PAGE_SIZE + source % PAGE_SIZE
+                target = tl.load(pages + target // PAGE_SIZE).to(tl.int64) * PAGE_SIZE + target % PAGE_SIZE
+                moved = tl.load(entries + source * HEAD_DIM, mask=d < HEAD_DIM)
+                tl.store(entries + target * HEAD_DIM, moved, mask=d < HEAD_DIM)
+            depth += 1
+            row = tl.load(path + tl.minimum(depth, NODES))
+            row = tl.where(depth <= NODES, row, -1)
