@@ -26,6 +26,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of decoders with few programs, by which the interpreter's time goes."""
+    if not torch.cuda.is_available():
+        from freewheel.ops import attention_gpu, products
+
+        chosen = products.tile_for
+        monkeypatch.setattr(products, "tile_for", lambda *sizes: chosen(*sizes)._replace(outputs=64))
+        monkeypatch.setattr(attention_gpu, "default_splits", lambda rows, kv_heads: 2 if rows < 3 else 1)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs a CUDA device where there is none."""
     if not torch.cuda.is_available():

@@ -25,18 +25,11 @@ from mock_model import Collected, collect, run
 
 from freewheel.engine import device_runner
 from freewheel.engine.device_runner import DeviceRunner
-from freewheel.ops import attention_gpu, products
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's time goes by programs."""
-    if DEVICE == "cpu":
-        chosen = products.tile_for
-        monkeypatch.setattr(products, "tile_for", lambda *sizes: chosen(*sizes)._replace(outputs=64))
-        monkeypatch.setattr(attention_gpu, "default_splits", lambda rows, kv_heads: 2 if rows < 3 else 1)
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 def make_engine(path: Path, device: str, runner: Callable[..., Runner], lookahead: int = 0) -> Engine:

@@ -43,7 +43,7 @@ def test_tokens_go_to_sequences_and_host_and_rows_move_on() -> None:
     state.join(2, SamplingParams(frequency_penalty=1.0), [5, 6], seed=0)
     state.join(0, SamplingParams(), [7], seed=0)
     columns = torch.tensor([slots, [1, 0, 8], [2, 1, 9], [2, 0, 3], [1, 1, 0]], device=DEVICE)
-    ring = Ring(3, places, DEVICE)
+    ring = Ring(places, (2, 3), DEVICE)
     ring.words.fill_(-7)
     ring.launched()  # so that places agree
     history = state.history.clone()

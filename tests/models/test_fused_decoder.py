@@ -15,19 +15,12 @@ from freewheel.speculative import DraftTree
 pytest.importorskip("triton", reason="Triton is made for Linux only")
 
 from freewheel.models.fused_decoder import FusedDecoder, Rows
-from freewheel.ops import products
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGES = 40
 
 
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's time goes by programs."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(attention_gpu, "default_splits", lambda rows, kv_heads: 2 if rows < 3 else 1)
-        chosen = products.tile_for
-        monkeypatch.setattr(products, "tile_for", lambda *sizes: chosen(*sizes)._replace(outputs=64))
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 def assert_close(actual: Tensor, right: Tensor) -> None:

@@ -108,6 +108,11 @@ class KVPool:
         self.page_table: list[list[int]] = [[] for _ in range(slots)]
         self.versions = [0] * slots
 
+    @property
+    def planes(self) -> Tensor:
+        """[planes, num_pages, page_size, head_dim]: of each layer the keys of each head, then the values of each."""
+        return self._storage.flatten(0, 2)
+
     def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Write a slot's pages from entry ``first`` on."""
         self.page_table[slot][first : first + len(pages)] = pages

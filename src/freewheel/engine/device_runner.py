@@ -245,7 +245,7 @@ class DeviceRunner(Runner):
         """The decode step of so many rows; its decoder is captured when it is first asked for."""
         if rows not in self._steps:
             inputs = torch.zeros(len(StepInputs._fields), even(rows), dtype=torch.int64, device=self._device)
-            step = _Step(inputs, rows, Ring(rows, self._places, self._device))
+            step = _Step(inputs, rows, Ring(self._places, (2, rows), self._device))
             self._put(step, [], [])  # all idle: what a rehearsal computes goes nowhere
             if self._graphs:
                 self._fused(step.rows)  # compiles kernels and picks products, which capturing must not see

@@ -10,12 +10,12 @@ class Ring:
     The device writes there itself and counts the places as the host does: see :func:`step_kernels.advance`.
 
     Attributes:
-        words: int64 [places, 2, rows], tokens and statuses.
+        words: int64 [places, ...], what a launch brings.
     """
 
-    def __init__(self, rows: int, places: int, device: torch.device) -> None:
+    def __init__(self, places: int, shape: tuple[int, ...], device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self.words = torch.zeros(places, 2, rows, dtype=torch.int64, pin_memory=cuda)
+        self.words = torch.zeros(places, *shape, dtype=torch.int64, pin_memory=cuda)
         self._results: list[np.ndarray] = list(self.words.numpy())
         self._arrived = [torch.cuda.Event() for _ in range(places)] if cuda else []
         self._device = device
@@ -38,7 +38,7 @@ class Ring:
         self._launched -= 1
 
     def result(self, number: int) -> np.ndarray:
-        """Wait for the results of the launch of this number; [2, rows], to be copied before another launch.
+        """Wait for the results of the launch of this number, to be copied before another launch.
 
         Raises:
             RuntimeError: there were so many launches since that the place was needed again.
