@@ -113,6 +113,17 @@ class KVPool:
         self.page_table[slot][first : first + len(pages)] = pages
         self.versions[slot] += 1
 
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy keys and values from places to others, all at once; a place is ``page * page_size + offset``."""
+        places = self._storage.view(-1, self.num_pages * self.page_size, self._storage.shape[-1])
+        kept = places.index_select(1, torch.tensor(sources, device=self.device))
+        places.index_copy_(1, torch.tensor(targets, device=self.device), kept)
+
+    def clear_places(self, places: Sequence[int]) -> None:
+        """Zero single places; see :meth:`clear`."""
+        flat = self._storage.view(-1, self.num_pages * self.page_size, self._storage.shape[-1])
+        flat.index_fill_(1, torch.tensor(places, device=self.device), 0)
+
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages for a new holder.
 
