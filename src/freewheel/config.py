@@ -102,7 +102,7 @@ class EngineConfig:
 
     def speculates(self, device: str) -> bool:
         """On this type of device."""
-        return device == "cpu" if self.speculation is None else self.speculation
+        return device == "cpu" and not self.fused if self.speculation is None else self.speculation
 
     def most_rows(self, device: str) -> int:
         """Of a step on this type of device."""
