@@ -98,7 +98,7 @@ def make_engine(
     draw: Draw = "two_level",
     lookahead: int = 0,
     speculation: bool = False,
-    **drafts: int,
+    **drafts: Any,
 ) -> tuple[Engine, MockDecoder]:
     """An engine over the mock decoder; one that speculates drafts whenever it can."""
     decoder = MockDecoder()

@@ -9,6 +9,7 @@ from freewheel.request import Sequence
 from freewheel.speculative import Budget, DraftTree, NgramIndex, SpeculationMetrics, draft
 
 LATEST = 0.05  # what the latest step counts in an average of steps
+GUESS = 0.25  # what the guess counts, beside the variance of the rows
 FINENESS = 4  # costs of a row that are told apart, to the double
 
 
@@ -28,17 +29,23 @@ class Pace:
         if not self._seconds:
             self._rows, self._seconds = rows, seconds
             return
-        away, late = rows - self._rows, min(seconds, 4 * self._seconds) - self._seconds  # anything may hold up a step
+        away, expected = rows - self._rows, self._seconds + self._row() * (rows - self._rows)
+        # Anything may hold up a step: what it is early or late counts for no more than an average step.
+        late = expected - self._seconds + min(max(seconds - expected, -self._seconds), self._seconds)
         self._rows += LATEST * away
         self._seconds += LATEST * late
         self._variance = (1 - LATEST) * (self._variance + LATEST * away * away)
         self._covariance = (1 - LATEST) * (self._covariance + LATEST * away * late)
 
+    def _row(self) -> float:
+        """Seconds that a row adds."""
+        return (self._covariance + GUESS * self._seconds / (self._rows + 6)) / (self._variance + GUESS)
+
     def cost(self, sequences: int) -> float:
         """What a row more of each sequence adds to a step in which each has one, relative to that step's time."""
         if not self._seconds:
             return sequences / (sequences + 6)
-        row = (self._covariance + self._seconds / (self._rows + 6)) / (self._variance + 1)
+        row = self._row()
         step = self._seconds + row * (sequences - self._rows)
         return min(max(sequences * row / step, 0.01), 2.0) if step > 0 else 2.0
 
