@@ -18,7 +18,7 @@ from freewheel.engine.engine import Engine
 from freewheel.ops.rows import RowBatch
 from freewheel.request import FinishReason, Request, StepOutput
 from freewheel.sampling import SamplingParams
-from freewheel.speculative import Budget
+from freewheel.speculative import Budget, NgramIndex
 
 VOCAB = 61
 EOS = 7
@@ -98,6 +98,7 @@ def make_engine(
     draw: Draw = "two_level",
     lookahead: int = 0,
     speculation: bool = False,
+    corpus: NgramIndex | None = None,
     **drafts: Any,
 ) -> tuple[Engine, MockDecoder]:
     """An engine over the mock decoder; one that speculates drafts whenever it can."""
@@ -115,7 +116,9 @@ def make_engine(
         **drafts,
     )
     pool = KVPool(storage, slots=slots)
-    engine = Engine(decoder, pool, config, max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids={EOS})
+    engine = Engine(
+        decoder, pool, config, max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids={EOS}, corpus=corpus
+    )
     if engine._drafting is not None:
         engine._drafting.budget = lambda: Eager(config.draft_nodes)
     return engine, decoder

@@ -603,3 +603,18 @@ class TestConfig:
     def test_a_corpus_without_speculation(self) -> None:
         with pytest.raises(ValueError, match="draft_corpus must be None with speculation=False"):
             EngineConfig(draft_corpus="texts.txt", speculation=False)
+
+
+class TestCorpus:
+    def test_drafts_come_from_it_as_well(self) -> None:
+        """A second request gets the same tokens as the first, in fewer steps, where the corpus holds these."""
+        request = make_request("a", [1, 2, 3], seed=6, max_tokens=30, ignore_eos=True)
+        expected = alone([request])
+        corpus = NgramIndex.corpus([[1, 2, 3, *texts(expected)["a", 0]]])
+        steps = []
+        for shared in (None, corpus):
+            engine, decoder = make_engine(speculation=True, corpus=shared)
+            assert results(run(engine, [request])) == expected
+            assert_empty(engine)
+            steps.append(len(decoder.batches))
+        assert steps == [30, 2]

@@ -104,10 +104,9 @@ class Launched:
         scores = [describe(*scored) for scored in self.scores]
         if self._walks is None:
             return StepResult(tokens, statuses, logprobs, scores)
-        tokens, statuses, logprobs = (
-            [column[row] for row in self._walks.kept] for column in (tokens, statuses, logprobs)
-        )
-        return StepResult(tokens, statuses, logprobs, scores, self._walks.runs)
+        kept, runs = self._walks
+        tokens, statuses = [tokens[row] for row in kept], [statuses[row] for row in kept]
+        return StepResult(tokens, statuses, [logprobs[row] for row in kept], scores, runs)
 
 
 class Walked(NamedTuple):
@@ -188,7 +187,7 @@ class Runner:
             rows = walk(span.draft, tokens[first : first + span.rows]).rows
             kept += [first + row for row in rows]
             runs.append(len(rows))
-            place = self._places(span)
+            place = self._kv_places(span)
             moves += [(place[row], place[depth]) for depth, row in enumerate(rows) if row != depth]
             if any(statuses[first : first + span.rows]):
                 sick += place[len(rows) :]
@@ -213,7 +212,7 @@ class Runner:
         drafted: list[int] = []
         for span in spans:
             slots += [span.slot] * span.rows
-            places += self._places(span)
+            places += self._kv_places(span)
             if span.draft is None:
                 positions += range(span.start, span.start + span.rows)
             else:
@@ -238,7 +237,7 @@ class Runner:
         )
         return batch, logit_slots, following
 
-    def _places(self, span: Span) -> list[int]:
+    def _kv_places(self, span: Span) -> list[int]:
         """Where the keys and values of its rows go."""
         size, pages = self._pool.page_size, self._pool.page_table[span.slot]
         return [pages[i // size] * size + i % size for i in range(span.start, span.start + span.rows)]
