@@ -128,9 +128,11 @@ def build_parser() -> argparse.ArgumentParser:
     start = kinds.add_parser("start", help="from a cold process to the first token")
     divergence = kinds.add_parser("divergence", help="what a cheaper number format costs in exactness")
     sampler = kinds.add_parser("sampler", help="from logits to tokens, beside torch's ways")
+    speculation = kinds.add_parser("speculation", help="with drafts and without, where they help and where they can't")
     from freewheel.bench import decode as bench_decode
     from freewheel.bench import divergence as bench_divergence
     from freewheel.bench import sampler as bench_sampler
+    from freewheel.bench import speculation as bench_speculation
     from freewheel.bench import start as bench_start
 
     benchmarks = (
@@ -138,6 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
         (start, bench_start),
         (divergence, bench_divergence),
         (sampler, bench_sampler),
+        (speculation, bench_speculation),
     )
     for command_parser, benchmark in benchmarks:
         benchmark.add_arguments(command_parser)
