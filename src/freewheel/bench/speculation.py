@@ -2,8 +2,8 @@
 
 Four workloads. *edit* and *extract* are copy-heavy: the model is asked for code with a name changed, and for a text
 again. Both come from Python's own library, and as many tokens are generated as they have. *chat* answers questions at
-temperature 0.8. *random* is the adversary: draws from a few tokens that are all about as likely, so that drafts are found
-at every step and are nearly always wrong.
+temperature 0.8. *random* is the adversary: draws from a few tokens that are all about as likely, so that drafts are
+found at every step and are nearly always wrong.
 
 Both engines share the model and take turns, the first one changing with each repetition. The rate counts tokens from
 the moment when every prompt has its first, so the prompts' own time is left out.
