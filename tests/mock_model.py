@@ -1,8 +1,8 @@
 """A decoder whose only memory is the paged cache: any mistake with pages, chunks or sharing changes its tokens.
 
 Its keys hold token ids and its values positions, counted from 1. A row reads back the whole history of its sequence
-through the page table, refuses to go on if a position is not where it should be, and answers with logits that are a
-hash of exactly these tokens.
+through the page table, of a draft tree its own path, refuses to go on if a position is not where it should be, and
+answers with logits that are a hash of exactly these tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ from freewheel.engine.engine import Engine
 from freewheel.ops.rows import RowBatch
 from freewheel.request import FinishReason, Request, StepOutput
 from freewheel.sampling import SamplingParams
+from freewheel.speculative import Budget, NgramIndex
 
 VOCAB = 61
 EOS = 7
@@ -45,14 +46,18 @@ class MockDecoder:
         values[batch.kv_slots] = batch.positions + 1
         logits = torch.empty(sum(batch.row_counts), self.vocab_size)
         first = 0
-        for pages, rows, length in zip(batch.page_table, batch.row_counts, batch.kv_lengths):
-            positions = torch.arange(length)
-            places = torch.tensor(pages)[positions // page_size] * page_size + positions % page_size
-            assert batch.positions[first : first + rows].tolist() == list(range(length - rows, length))
-            assert torch.equal(values[places], positions + 1), "a place in the cache was not written for this history"
-            history = keys[places].numpy()
+        trees = batch.ancestors or [None] * len(batch.row_counts)
+        for pages, rows, length, tree in zip(batch.page_table, batch.row_counts, batch.kv_lengths, trees):
+            places = torch.arange(length)
+            places = torch.tensor(pages)[places // page_size] * page_size + places % page_size
+            known = length - rows
             for row in range(rows):
-                logits[first + row] = self._logits(history[: length - rows + row + 1])
+                own = range(row + 1) if tree is None else [j for j in range(rows) if tree[row] >> j & 1]
+                seen = places[[*range(known), *(known + j for j in own)]]
+                assert batch.positions[first + row] == len(seen) - 1
+                written = values[seen].tolist()
+                assert written == list(range(1, len(seen) + 1)), "a place in the cache was not written for this history"
+                logits[first + row] = self._logits(keys[seen].numpy())
             first += rows
         return logits[batch.logit_rows]
 
@@ -70,6 +75,17 @@ class MockDecoder:
         return torch.from_numpy(6.0 * uniform).float()
 
 
+class Eager(Budget):
+    """A budget that takes no notice of what drafts bring: the same tokens are drafted at every run."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__({1: 1.0, 64: 1.0})
+        self._most = most
+
+    def nodes(self) -> int:
+        return self._most
+
+
 def make_engine(
     *,
     slots: int = 8,
@@ -81,8 +97,11 @@ def make_engine(
     seed: int | None = None,
     draw: Draw = "two_level",
     lookahead: int = 0,
+    speculation: bool = False,
+    corpus: NgramIndex | None = None,
+    **drafts: Any,
 ) -> tuple[Engine, MockDecoder]:
-    """An engine over the mock decoder."""
+    """An engine over the mock decoder; one that speculates drafts whenever it can."""
     decoder = MockDecoder()
     storage = torch.full((1, 2, 1, pages, page_size, 1), -1)
     config = EngineConfig(
@@ -93,9 +112,15 @@ def make_engine(
         seed=seed,
         draw=draw,
         lookahead=lookahead,
+        speculation=speculation,
+        **drafts,
     )
     pool = KVPool(storage, slots=slots)
-    engine = Engine(decoder, pool, config, max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids={EOS})
+    engine = Engine(
+        decoder, pool, config, max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids={EOS}, corpus=corpus
+    )
+    if engine._drafting is not None:
+        engine._drafting.budget = lambda: Eager(config.draft_nodes)
     return engine, decoder
 
 

@@ -1,4 +1,5 @@
-"""A real model in float32 gives a request the same tokens whatever runs beside it, and however its prompt is read."""
+"""A real model in float32 gives a request the same tokens whatever runs beside it, however its prompt is read, and
+whether its tokens are guessed before they are known."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,8 @@ PROMPTS = [
     "Name three rivers of Europe and the cities they flow through:",
     "Once upon a time there was a small robot who",
     "1, 2, 3, 4, 5, 6, 7,",
+    "Red fish, blue fish, old hat, new hat. Once more: Red fish,",
+    "total += price * count\ntotal -= rebate\n\n# The same again:\ntotal +=",
 ]
 ASKED = [
     SamplingParams(temperature=0, max_tokens=24),
@@ -25,6 +28,8 @@ ASKED = [
     SamplingParams(temperature=0, presence_penalty=0.5, logit_bias={28: -2.0}, max_tokens=24),
     SamplingParams(temperature=0.7, min_p=0.05, seed=3, n=2, max_tokens=24),
     SamplingParams(temperature=1.2, seed=4, bad_words=[" and"], min_tokens=5, max_tokens=24),
+    SamplingParams(temperature=0, max_tokens=24),
+    SamplingParams(temperature=0.5, seed=5, repetition_penalty=1.05, logprobs=1, stop="rebate\n\n", max_tokens=24),
 ]
 
 
@@ -35,7 +40,7 @@ def tokens(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams]) -
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[tuple[int, ...]]]:
-    with LLM("smollm2", dtype="float32", enable_prefix_caching=False) as llm:
+    with LLM("smollm2", dtype="float32", enable_prefix_caching=False, speculation=False) as llm:
         return [tokens(llm, [prompt], [params])[0] for prompt, params in zip(PROMPTS, ASKED)]
 
 
@@ -46,8 +51,10 @@ def alone() -> list[list[tuple[int, ...]]]:
         {"enable_prefix_caching": False},
         {"max_num_batched_tokens": 8, "max_num_seqs": 8},
         {"max_num_seqs": 3, "max_model_len": 64, "kv_cache_memory": 7 * PAGE},
+        {"draft_width": 3, "draft_depth": 4, "draft_nodes": 10},
+        {"speculation": False},
     ],
-    ids=["batch", "no prefix cache", "prompts in chunks", "too few pages for all"],
+    ids=["batch", "no prefix cache", "prompts in chunks", "too few pages for all", "draft trees", "no speculation"],
 )
 def test_a_batch_gives_what_each_request_gets_alone(
     options: dict[str, Any], alone: list[list[tuple[int, ...]]]
@@ -55,3 +62,4 @@ def test_a_batch_gives_what_each_request_gets_alone(
     with LLM("smollm2", dtype="float32", **options) as llm:
         assert tokens(llm, PROMPTS, ASKED) == alone
         assert tokens(llm, PROMPTS[::-1], ASKED[::-1]) == alone[::-1]
+        assert llm.speculation is None or llm.speculation.accepted > 0

@@ -80,9 +80,20 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
-    for field, (kind, metavar, text) in SAMPLING_OPTIONS.items():
+# Field of EngineConfig -> (type, metavar, help), as for SAMPLING_OPTIONS.
+SPECULATION_OPTIONS: dict[str, tuple[Type | None, str, str]] = {
+    "speculation": (None, "", "guess the next tokens by what followed the same ones before (default: on for CPUs)"),
+    "draft_width": (int, "N", "most branches of a guess (default: 1)"),
+    "draft_depth": (int, "N", "most tokens that a guess goes ahead (default: 32)"),
+    "draft_nodes": (int, "N", "most tokens of a guess, over all branches (default: 32)"),
+    "draft_corpus": (str, "PATH", "guess by these texts as well: plain text, or .jsonl with a document a line"),
+}
+
+
+def add_options(parser: argparse.ArgumentParser, title: str, options: dict[str, tuple[Type | None, str, str]]) -> None:
+    """A group of options that are left out of the result where they are not given."""
+    group = parser.add_argument_group(title)
+    for field, (kind, metavar, text) in options.items():
         name = "--" + field.replace("_", "-")
         if kind is None:
             group.add_argument(name, action=argparse.BooleanOptionalAction, help=text, default=argparse.SUPPRESS)
@@ -116,7 +127,8 @@ def build_parser() -> argparse.ArgumentParser:
     chat.set_defaults(run=run_chat)
     for command in (generate, chat):
         add_model_options(command)
-        add_sampling_options(command)
+        add_options(command, "sampling", SAMPLING_OPTIONS)
+        add_options(command, "speculation", SPECULATION_OPTIONS)
 
     models = commands.add_parser("models", help="what is built in and what is cached, where and how large")
     models.add_argument("--json", action="store_true", help="print a JSON list")
@@ -128,9 +140,11 @@ def build_parser() -> argparse.ArgumentParser:
     start = kinds.add_parser("start", help="from a cold process to the first token")
     divergence = kinds.add_parser("divergence", help="what a cheaper number format costs in exactness")
     sampler = kinds.add_parser("sampler", help="from logits to tokens, beside torch's ways")
+    speculation = kinds.add_parser("speculation", help="with drafts and without, where they help and where they can't")
     from freewheel.bench import decode as bench_decode
     from freewheel.bench import divergence as bench_divergence
     from freewheel.bench import sampler as bench_sampler
+    from freewheel.bench import speculation as bench_speculation
     from freewheel.bench import start as bench_start
 
     benchmarks = (
@@ -138,6 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
         (start, bench_start),
         (divergence, bench_divergence),
         (sampler, bench_sampler),
+        (speculation, bench_speculation),
     )
     for command_parser, benchmark in benchmarks:
         benchmark.add_arguments(command_parser)
@@ -191,9 +206,17 @@ def load(args: argparse.Namespace) -> "tuple[LLM, dict[str, float]]":
         if not 1 <= args.threads <= most:
             raise ValueError(f"threads must be an integer from 1 to {most}, not {shown(args.threads)}")
         torch.set_num_threads(args.threads)
+    given = {field: value for field, value in vars(args).items() if field in SPECULATION_OPTIONS}
     imported = time.perf_counter()
     with held_interrupts(at_once_too=True):  # a model that has to be fetched takes long
-        llm = LLM(args.model, dtype=args.dtype, device=args.device, max_model_len=args.max_model_len, max_num_seqs=16)
+        llm = LLM(
+            args.model,
+            dtype=args.dtype,
+            device=args.device,
+            max_model_len=args.max_model_len,
+            max_num_seqs=16,
+            **given,
+        )
     return llm, {"import_s": imported - BEGAN, "load_s": time.perf_counter() - imported}
 
 
@@ -231,12 +254,15 @@ def timings(output: "RequestOutput") -> dict[str, float]:
 def print_summary(output: "RequestOutput") -> None:
     spent = timings(output)
     generated = sum(len(choice.token_ids) for choice in output.outputs)
-    parts = (
+    parts: tuple[str, ...] = (
         f"prompt {len(output.prompt_token_ids)} tokens, {spent['prompt_tokens_per_s']:.0f} tok/s",
         f"first token {spent['first_token_s'] * 1e3:.0f} ms",
         f"output {generated} tokens, {spent['decode_tokens_per_s']:.1f} tok/s",
         str(output.outputs[0].finish_reason),
     )
+    speculation = output.metrics.speculation
+    if speculation.drafted:
+        parts += (f"{speculation.accepted} of {speculation.drafted} drafted tokens accepted",)
     print(" | ".join(parts), file=sys.stderr)
 
 

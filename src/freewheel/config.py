@@ -1,11 +1,13 @@
 """What a user may set about an engine."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Draw = Literal["two_level", "gumbel", "multinomial"]
 
 MOST_LOOKAHEAD = 8
+MOST_DRAFT_NODES = 63  # an ancestor mask has 64 bits, and the root one of them
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,16 @@ class EngineConfig:
         fused: let kernels do what they can in place of torch's operations; None: on CUDA devices, which they are for.
         graphs: launch decode steps as CUDA graphs; None: wherever there are such kernels and graphs.
         draw: how tokens are drawn; see :mod:`freewheel.sampling.draw`.
+        speculation: draft tokens by what followed the same ones before, and verify many in a step (see
+            :mod:`freewheel.speculative`). It changes no token. Built for CPUs alone so far; None: on CPUs. The host
+            drafts from a sequence's last token, so with it each step is read before the next is launched, whatever
+            ``lookahead`` says.
+        draft_width: most leaves of a draft; 1 drafts a chain.
+        draft_depth: most tokens that a draft goes ahead.
+        draft_nodes: most tokens of a draft, which are rows of a step. With more than ``draft_depth`` there is room for
+            branches, of which there are ``draft_width``.
+        draft_corpus: a file of texts to draft from as well, for all requests: plain text, or with the ending ``.jsonl``
+            a document a line. Others can tell by the time that a request takes whether the texts hold it.
         seed: makes requests without a seed of their own repeatable, in the order in which they are added; a signed
             64-bit integer. With ``draw="multinomial"`` there are no seeds, here or in requests.
 
@@ -43,10 +55,15 @@ class EngineConfig:
     fused: bool | None = None
     graphs: bool | None = None
     draw: Draw = "two_level"
+    speculation: bool | None = None
+    draft_width: int = 1
+    draft_depth: int = 32
+    draft_nodes: int = 32
+    draft_corpus: str | Path | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "page_size"):
+        for name in ("max_num_seqs", "page_size", "draft_width", "draft_depth", "draft_nodes"):
             _check_count(name, getattr(self, name))
         for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory"):
             if getattr(self, name) is not None:
@@ -62,11 +79,15 @@ class EngineConfig:
             raise ValueError(f"lookahead must be an integer from 0 to {most} or None, not {ahead!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching must be True or False, not {self.enable_prefix_caching!r}")
-        for name in ("fused", "graphs"):
+        for name in ("fused", "graphs", "speculation"):
             if getattr(self, name) not in (None, True, False):
                 raise ValueError(f"{name} must be True, False or None, not {getattr(self, name)!r}")
         if self.graphs and self.fused is False:
             raise ValueError("graphs must not be True with fused=False: torch's operations are not captured")
+        if self.draft_nodes > MOST_DRAFT_NODES:
+            raise ValueError(f"draft_nodes must be at most {MOST_DRAFT_NODES}, not {self.draft_nodes}")
+        if self.draft_corpus is not None and self.speculation is False:
+            raise ValueError("draft_corpus must be None with speculation=False: nothing would be drafted from it")
         if self.draw not in ("two_level", "gumbel", "multinomial"):
             raise ValueError(f"draw must be 'two_level', 'gumbel' or 'multinomial', not {self.draw!r}")
         if self.seed is not None:
@@ -78,6 +99,10 @@ class EngineConfig:
     def uses_kernels(self, device: str) -> bool:
         """On this type of device."""
         return device == "cuda" if self.fused is None else self.fused
+
+    def speculates(self, device: str) -> bool:
+        """On this type of device."""
+        return device == "cpu" and not self.fused if self.speculation is None else self.speculation
 
     def most_rows(self, device: str) -> int:
         """Of a step on this type of device."""

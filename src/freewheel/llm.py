@@ -15,6 +15,7 @@ from freewheel.engine.outputs import Reply, RequestOutput
 from freewheel.interrupts import held_interrupts
 from freewheel.models.load import load
 from freewheel.sampling import SamplingParams
+from freewheel.speculative import SpeculationMetrics
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,8 @@ class LLM:
         dtype: "auto" keeps quantised weights small; "float32" is the exact mode; or "bfloat16", "float16".
         device: where it runs: "cpu", "cuda" or "cuda:N".
         max_model_len, max_num_seqs, max_num_batched_tokens, page_size, kv_cache_memory, enable_prefix_caching,
-            lookahead, fused, graphs, draw, seed: see :class:`freewheel.config.EngineConfig`.
+            lookahead, fused, graphs, draw, speculation, draft_width, draft_depth, draft_nodes, draft_corpus,
+            seed: see :class:`freewheel.config.EngineConfig`.
 
     Attributes:
         tokenizer: the model's tokenizer and chat template.
@@ -63,6 +65,11 @@ class LLM:
         fused: bool | None = None,
         graphs: bool | None = None,
         draw: Draw = "two_level",
+        speculation: bool | None = None,
+        draft_width: int = 1,
+        draft_depth: int = 32,
+        draft_nodes: int = 32,
+        draft_corpus: str | Path | None = None,
         seed: int | None = None,
     ) -> None:
         config = EngineConfig(
@@ -76,6 +83,11 @@ class LLM:
             fused=fused,
             graphs=graphs,
             draw=draw,
+            speculation=speculation,
+            draft_width=draft_width,
+            draft_depth=draft_depth,
+            draft_nodes=draft_nodes,
+            draft_corpus=draft_corpus,
             seed=seed,
         )
         loaded = load(model, dtype=dtype, device=device)
@@ -88,6 +100,11 @@ class LLM:
         self._abandoned: list[str] = []
         self._closed = False
         self._ids = count()
+
+    @property
+    def speculation(self) -> SpeculationMetrics | None:
+        """What drafts have brought, over all requests; None without speculation."""
+        return self._engine.speculation
 
     def generate(
         self,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from freewheel.cache.radix import Node
     from freewheel.sampling import SamplingParams
+    from freewheel.speculative import Budget, NgramIndex
 
 
 class FinishReason(StrEnum):
@@ -65,6 +66,8 @@ class StepOutput:
         stop_reason: the stop token id that ended it; None for an end-of-sequence id.
         error: what went wrong, with ``FinishReason.ERROR``.
         cached_tokens: prompt tokens that were not computed for this sequence.
+        drafted: rows that were computed for drafted tokens.
+        accepted: those of them whose token is among the new ones.
     """
 
     request_id: str
@@ -76,6 +79,8 @@ class StepOutput:
     stop_reason: int | None = None
     error: str | None = None
     cached_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Sequence:
@@ -86,9 +91,12 @@ class Sequence:
 
     Steps may be in flight whose results are not here yet: rows are ``launched`` up to that position, and ``pending``
     tokens more will follow. What is in flight for another ``stay`` than the present one is void.
+
+    Where it speculates, ``budget`` says how much it drafts, and ``ngrams`` holds its tokens while it has a slot.
     """
 
     __slots__ = (
+        "budget",
         "cached_tokens",
         "computed",
         "followers",
@@ -97,6 +105,7 @@ class Sequence:
         "launched",
         "leader",
         "max_length",
+        "ngrams",
         "node",
         "pages",
         "pending",
@@ -145,6 +154,8 @@ class Sequence:
         # Only choice 0 scores the prompt. The first token has no logprob.
         scores = request.params.prompt_logprobs is not None and index == 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if scores else None
+        self.budget: Budget | None = None
+        self.ngrams: NgramIndex | None = None
         self.leader: Sequence | None = None  # the choice whose prompt this one waits for
         self.followers: list[Sequence] = []  # choices that wait for this one's prompt
 

@@ -73,6 +73,20 @@ def test_cleared_pages_hold_nothing_of_their_last_holder_and_others_are_left() -
         assert layer[:, :, [0, 2, 3, 4, 5, 7]].isnan().all()
 
 
+def test_places_are_moved_at_once_and_cleared_in_all_layers() -> None:
+    content = torch.randn(3, 2, 2, 8, 4, 5)
+    pool = KVPool(content.clone(), slots=2)
+    before, after = content.flatten(3, 4), torch.stack(pool.layers).flatten(3, 4)
+    assert torch.equal(before, after)
+    pool.move([9, 10, 31], [8, 9, 10])  # a target may be a source
+    pool.clear_places([31, 0])
+    after = torch.stack(pool.layers).flatten(3, 4)
+    assert torch.equal(after[:, :, :, 8:11], before[:, :, :, [9, 10, 31]])
+    assert not after[:, :, :, [0, 31]].any()
+    untouched = [place for place in range(1, 31) if place not in (8, 9, 10)]
+    assert torch.equal(after[:, :, :, untouched], before[:, :, :, untouched])
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

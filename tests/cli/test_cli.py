@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from tiny import make_tiny_llama
 
-from freewheel.cli import SAMPLING_OPTIONS, main
+from freewheel.cli import SAMPLING_OPTIONS, SPECULATION_OPTIONS, main
+from freewheel.config import EngineConfig
 from freewheel.sampling import SamplingParams
 
 FREEWHEEL = [sys.executable, "-m", "freewheel"]
@@ -105,6 +106,32 @@ def test_several_answers_are_printed_apart(tiny_model: Path, capsys: pytest.Capt
 
 def test_every_sampling_parameter_has_an_option() -> None:
     assert set(SAMPLING_OPTIONS) == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_speculation_changes_steps_and_no_text(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    for name, (_, _, text) in SPECULATION_OPTIONS.items():
+        assert not isinstance(fields[name], int) or f"default: {fields[name]}" in text
+    told = []
+    for options in (["--no-speculation"], ["--speculation", "--draft-width", "2", "--draft-nodes", "8"]):
+        repeating = ["--max-tokens", "60", "--allowed-token-ids", "5", "--allowed-token-ids", "6"]
+        assert main(generate(tiny_model, "--json", *repeating, *options)) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    plain, drafted = (result["metrics"]["speculation"] for result in told)
+    assert told[0]["outputs"] == told[1]["outputs"]
+    assert plain == {"steps": 60, "drafted": 0, "accepted": 0}
+    assert drafted["steps"] + drafted["accepted"] >= 60 > drafted["steps"]
+
+
+def test_what_is_wrong_with_a_corpus_is_said_with_file_and_line(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = tmp_path / "texts.jsonl"
+    corpus.write_text('"hello there"\n{"title": 1}\n')
+    line = fails(capsys, generate(tiny_model, "--draft-corpus", str(corpus)))
+    assert f"draft_corpus: {corpus}, line 2: must be a string" in line
+    corpus.write_text('"hello there"\n')
+    assert main(generate(tiny_model, "--draft-corpus", str(corpus))) == 0
 
 
 def test_repeated_options_add_up(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from mock_model import VOCAB, Collected, collect, make_engine, make_request, run
+from oracle import Oracle
 from test_engine import alone, assert_empty, results
 
 from freewheel.config import EngineConfig
@@ -156,6 +157,8 @@ def soak(
 ) -> Results:
     """Let an engine live through random requests; return the choices that were told something else than alone."""
     requests, expected = workload(rng, count, vocab, alone)
+    if engine.speculation is not None:
+        Oracle(engine, {key: result[0] for key, result in expected.items()}, rng)
     got = live(engine, rng, requests, expected)
     assert_empty(engine)
     assert got.keys() == expected.keys()
@@ -164,9 +167,11 @@ def soak(
     return {key: (got[key], one) for key, one in expected.items() if not same(got[key], one)}
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("lookahead", "speculation"), [(0, False), (1, False), (2, False), (3, False), (0, True), (2, True)]
+)
 @pytest.mark.parametrize("caching", [True, False])
-def test_everyone_gets_what_they_get_alone(caching: bool, lookahead: int) -> None:
+def test_everyone_gets_what_they_get_alone(caching: bool, lookahead: int, speculation: bool) -> None:
     rng = random.Random(2 * lookahead + caching)
     slots, page_size = rng.randint(4, 8), rng.choice([1, 3, 4, 8])
     budget = rng.randint(slots, 32)
@@ -178,8 +183,13 @@ def test_everyone_gets_what_they_get_alone(caching: bool, lookahead: int) -> Non
         budget=budget,
         caching=caching,
         lookahead=lookahead,
+        speculation=speculation,
+        draft_width=1 + 2 * caching,
+        draft_depth=rng.randint(1, 8),
+        draft_nodes=rng.randint(8, 12),
     )
     assert not soak(engine, rng, 60, VOCAB, alone)
+    assert engine.speculation is None or engine.speculation.accepted > 20
     assert max(len(batch.token_ids) for batch in decoder.batches) <= budget
 
 

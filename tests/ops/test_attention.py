@@ -60,6 +60,7 @@ class Paged:
         ([21], [6]),  # a chunk after a cached prefix
         ([21, 8, 5], [6, 8, 2]),
         ([21, 8, 33, 5, 12], [6, 1, 1, 5, 1]),  # mixed
+        ([21, 40, 20, 5, 33, 12], [3, 1, 3, 3, 9, 2]),  # some of the same few rows
     ],
 )
 def test_equals_the_definition(lengths: list[int], counts: list[int], window: int | None) -> None:
@@ -98,8 +99,10 @@ def test_only_the_rows_slots_are_written() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 9, 1000])
-def test_rows_of_a_tree_see_their_ancestors(window: int | None) -> None:
+@pytest.mark.parametrize("few", [1, 8])
+def test_rows_of_a_tree_see_their_ancestors(window: int | None, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a prompt, a step of one row, and a chain, which is seen as a chunk is."""
+    monkeypatch.setattr("freewheel.ops.attention.FEW", few)
     parents = [None, 0, 0, 1, 2, 2, 4, 1]
     masks = [1]
     for row, parent in enumerate(parents[1:], 1):

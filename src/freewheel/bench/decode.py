@@ -35,6 +35,7 @@ SHORT = 1
 SWITCHES = {
     "fused": "let kernels compute, or torch's operations (default: kernels on CUDA devices)",
     "graphs": "launch steps as CUDA graphs, or kernel by kernel (default: graphs where there are kernels)",
+    "speculation": "guess tokens, for which random prompts give little reason, or not (default)",
     "float32_logits": "copy the logits to float32 before each draw, or draw from them as they are (default)",
 }
 RESULT = "result: "  # marks a measuring process's lines among what the systems print

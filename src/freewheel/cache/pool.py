@@ -14,6 +14,7 @@ _GIB = 1 << 30
 # Beside its pages a slot takes a token id for each position, and about this much for its other numbers and lists.
 _SLOT_BYTES = 512
 _TOKEN_ID_BYTES = 8
+_NGRAM_BYTES = 40  # a token, where drafts are looked up; at most
 
 
 class PoolSize(NamedTuple):
@@ -24,7 +25,13 @@ class PoolSize(NamedTuple):
 
 
 def size_pool(
-    config: EngineConfig, *, context_length: int, bytes_per_token: int, available: int, share: float = 1 / 3
+    config: EngineConfig,
+    *,
+    context_length: int,
+    bytes_per_token: int,
+    available: int,
+    share: float = 1 / 3,
+    speculates: bool = False,
 ) -> PoolSize:
     """Choose the number of pages, so that at least one sequence of the greatest length fits, and all slots beside them.
 
@@ -34,6 +41,7 @@ def size_pool(
         bytes_per_token: keys and values of all layers.
         available: bytes that are free.
         share: how much of them the cache may take where the configuration does not say.
+        speculates: whether each slot has an index of its tokens beside them.
 
     Raises:
         ValueError: the request cannot be met; the message gives the numbers.
@@ -58,7 +66,8 @@ def size_pool(
                 f"{source} is {_gib(memory)}: lower max_model_len or raise kv_cache_memory"
             )
         length = num_pages * config.page_size
-    slot_memory = config.max_num_seqs * (_SLOT_BYTES + length * _TOKEN_ID_BYTES)
+    token_bytes = _TOKEN_ID_BYTES + speculates * _NGRAM_BYTES
+    slot_memory = config.max_num_seqs * (_SLOT_BYTES + length * token_bytes)
     left = available - num_pages * page_bytes
     if slot_memory > left:
         raise ValueError(
@@ -117,6 +126,17 @@ class KVPool:
         """Write a slot's pages from entry ``first`` on."""
         self.page_table[slot][first : first + len(pages)] = pages
         self.versions[slot] += 1
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy keys and values from places to others, all at once; a place is ``page * page_size + offset``."""
+        places = self._storage.view(-1, self.num_pages * self.page_size, self._storage.shape[-1])
+        kept = places.index_select(1, torch.tensor(sources, device=self.device))
+        places.index_copy_(1, torch.tensor(targets, device=self.device), kept)
+
+    def clear_places(self, places: Sequence[int]) -> None:
+        """Zero single places; see :meth:`clear`."""
+        flat = self._storage.view(-1, self.num_pages * self.page_size, self._storage.shape[-1])
+        flat.index_fill_(1, torch.tensor(places, device=self.device), 0)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages for a new holder.

@@ -8,6 +8,7 @@ import torch
 
 from freewheel.cache.pool import KVPool, available_memory, size_pool
 from freewheel.config import EngineConfig
+from freewheel.engine.corpus import load_corpus
 from freewheel.engine.engine import Engine
 from freewheel.engine.runner import Runner
 from freewheel.models.decoder import kv_bytes_per_token, kv_cache_shape
@@ -27,12 +28,15 @@ def build_engine(
 
     Raises:
         ValueError: the cache cannot be as the configuration asks, and the message gives the numbers; or the device has
-            no kernels, but the configuration asks for them.
+            no kernels, or drafts nothing, but the configuration asks for it; or the corpus cannot be read.
     """
     spec, decoder = model.spec, model.decoder
     cuda, fused = decoder.device.type == "cuda", config.uses_kernels(decoder.device.type)
     if fused and not cuda:
         raise ValueError(f"fused must not be True on device {str(decoder.device)!r}: the kernels are for CUDA devices")
+    speculates = config.speculates(decoder.device.type)
+    if config.draft_corpus is not None and not speculates:
+        raise ValueError(f"draft_corpus must be None on device {str(decoder.device)!r}, where speculation is off")
     available = available_memory(decoder.device)
     if fused:
         from freewheel.engine.device_runner import working_memory  # only here: it imports Triton
@@ -44,6 +48,7 @@ def build_engine(
         bytes_per_token=kv_bytes_per_token(spec, decoder.dtype),
         available=available,
         share=0.9 if cuda else 1 / 3,
+        speculates=speculates,
     )
     shape = kv_cache_shape(spec, size.num_pages, config.page_size)
     # Not initialised: a page takes memory when it is first used.
@@ -56,6 +61,7 @@ def build_engine(
         vocab_size=spec.vocab_size,
         valid_vocab_size=model.tokenizer.vocab_size,
         eos_token_ids=model.tokenizer.eos_token_ids,
+        corpus=None if config.draft_corpus is None else load_corpus(config.draft_corpus, model.tokenizer),
         runner=runner or runner_for(config, decoder.device.type),
     )
 

@@ -3,21 +3,25 @@
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from math import isnan
 from operator import attrgetter
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from freewheel.cache.pool import KVPool
 from freewheel.cache.radix import Node, PrefixCache
 from freewheel.config import EngineConfig
+from freewheel.engine.drafting import Drafting
 from freewheel.engine.runner import Decoder, InFlight, Runner, Span, StepResult
 from freewheel.engine.scheduler import Capacity, Entry, pages_for, plan
 from freewheel.engine.stopping import cut, max_length, stop_ids
 from freewheel.request import FinishReason, Request, Sequence, StepOutput, TokenLogprobs
 from freewheel.sampling import Sampler, SamplingState, Status, choice_seed, random_seed
 from freewheel.sampling.params import shown
+from freewheel.speculative import DraftTree, NgramIndex, SpeculationMetrics
 
-# Scoring a prompt needs a row of logits for every token: a step's [rows, vocab_size] must stay small.
+# Scoring a prompt needs a row of logits for every token, as a draft does: a step's [rows, vocab_size] must stay small.
 MAX_SCORED_ROWS = 128
 
 _rank = attrgetter("rank")
@@ -42,10 +46,11 @@ class Engine:
         vocab_size: width of the logits.
         valid_vocab_size: ids that the tokenizer knows; only these are drawn and accepted.
         eos_token_ids: every end-of-sequence id.
+        corpus: what drafts may come from, beside each sequence's own tokens.
         runner: makes what runs the steps.
 
     Raises:
-        ValueError: the pool is too small.
+        ValueError: the pool is too small, or the device is none to speculate on.
     """
 
     def __init__(
@@ -58,11 +63,17 @@ class Engine:
         vocab_size: int,
         valid_vocab_size: int | None = None,
         eos_token_ids: Iterable[int] = (),
+        corpus: NgramIndex | None = None,
         runner: Callable[[Any, KVPool, Sampler], Runner] = Runner,
     ) -> None:
         if pool.num_pages < pages_for(max_model_len, pool.page_size):
             raise ValueError(
                 f"max_model_len: {max_model_len} tokens do not fit into {pool.num_pages} pages of {pool.page_size}"
+            )
+        speculates = config.speculates(pool.device.type)
+        if speculates and (pool.device.type != "cpu" or config.fused):
+            raise ValueError(
+                "speculation must not be True on CUDA devices or with fused=True: it is built for CPUs so far"
             )
         self.config = config
         self.max_model_len = max_model_len
@@ -89,6 +100,9 @@ class Engine:
         self._flights: deque[tuple[list[_Row], InFlight]] = deque()
         default = 1 if pool.device.type == "cuda" else 0
         self._lookahead = default if config.lookahead is None else config.lookahead
+        self._drafting: Drafting | None = None
+        if speculates:
+            self._drafting, self._lookahead = Drafting(config, corpus), 0
         self._most_rows = config.most_rows(pool.device.type)
         self.preemptions = 0
 
@@ -100,6 +114,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has something to do or to tell."""
         return bool(self._requests or self._outputs)
+
+    @property
+    def speculation(self) -> SpeculationMetrics | None:
+        """What drafts have brought, over all requests; None where there are none."""
+        return self._drafting and self._drafting.metrics
 
     @property
     def num_running(self) -> int:
@@ -201,8 +220,10 @@ class Engine:
         """
         rows = self._schedule()
         if rows:
+            if self._drafting is not None:
+                self._draft(rows, self._drafting)
             try:
-                flight = self._runner.launch([row.span for row in rows])
+                flight = self._launch([row.span for row in rows])
             except BaseException:
                 for row in rows:  # some may have got their token: they begin again, and get the same
                     self._preempt(row.sequence)
@@ -215,6 +236,15 @@ class Engine:
             rows, launched = self._flights.popleft()
             self._retire(rows, launched.result())
         return self._take_outputs()
+
+    def _launch(self, spans: list[Span]) -> InFlight:
+        if self._drafting is None:
+            return self._runner.launch(spans)
+        began = perf_counter()
+        flight = self._runner.launch(spans)
+        if all(span.draft or span.rows == 1 for span in spans):  # what prompts take says nothing about drafts
+            self._drafting.pace.observe(sum(span.rows for span in spans), perf_counter() - began)
+        return flight
 
     def check(self) -> None:
         """Verify pages, prefix tree, slots and queues against each other.
@@ -238,6 +268,8 @@ class Engine:
             assert row == sequence.pages, "a page table differs from what its sequence holds"
             size = self._pool.page_size
             assert sequence.computed <= len(sequence.pages) * size
+            longest = max(sequence.length, sequence.launched)
+            assert len(sequence.pages) <= pages_for(longest, size), "it holds a page that it has no use for"
             assert self._cache.path(sequence.node) == sequence.pages[: sequence.node.depth]
             private = sum(self._cache.pages.references[page] == 1 for page in sequence.pages)
             assert self._count_private(sequence.pages) == private, "pages are not shared from the beginning on"
@@ -293,6 +325,31 @@ class Engine:
         if short:
             self._secure((sequence, sequence.length) for sequence in short)
         return rows
+
+    def _draft(self, rows: list["_Row"], drafting: Drafting) -> None:
+        """Add drafts to the rows of those who decode, by rank, as far as rows and pages are left."""
+        left = min(
+            self._most_rows - sum(row.span.rows for row in rows),
+            MAX_SCORED_ROWS - sum(len(row.span.scored) for row in rows),
+        )
+        decoding = [i for i, row in enumerate(rows) if row.span.rows == 1 and row.span.sample]
+        if not decoding:
+            return
+        drafting.price(len(decoding))
+        size, pages = self._pool.page_size, self._cache.available
+        needs: list[tuple[Sequence, int]] = []
+        for i in decoding:
+            sequence, span, _ = rows[i]
+            most = min(left, (len(sequence.pages) + pages) * size - span.start - 1)
+            tree = drafting.draft(sequence, most) if most > 0 else None
+            if tree is not None:
+                rows[i] = rows[i]._replace(span=span._replace(rows=tree.rows, draft=tree))
+                left -= len(tree.tokens)
+                end = span.start + tree.rows
+                pages -= max(pages_for(end, size) - len(sequence.pages), 0)
+                needs.append((sequence, end))
+        if needs:
+            self._secure(needs)
 
     def _candidates(self, offers: dict[int, "_Offer"]) -> Iterator[Entry]:
         """Waiting sequences with what the prefix cache offers them, looked up as the scheduler gets to them."""
@@ -400,31 +457,33 @@ class Engine:
         sequence.slot = -1
         sequence.stay += 1
         sequence.pending = 0
+        sequence.ngrams = None
 
     def _remove_waiting(self, sequence: Sequence) -> None:
         del self._waiting[bisect_left(self._waiting, sequence.rank, key=_rank)]
 
     def _retire(self, rows: list["_Row"], result: StepResult) -> None:
         """Hand each sequence what the step brought it, unless it has ended or left its slot since."""
-        samples = iter(zip(result.tokens, result.statuses, result.logprobs))
-        scores = iter(result.scores)
+        samples = zip(result.tokens, result.statuses, result.logprobs)
+        scores, runs = iter(result.scores), iter(result.runs)
         caching, size = self.config.enable_prefix_caching, self._pool.page_size
         for sequence, span, stay in rows:
-            sampled = next(samples) if span.sample else None
+            sampled: list[_Sampled] = list(islice(samples, next(runs) if span.draft else span.sample))
+            accepted = len(sampled) - 1  # of a draft
             scored = next(scores) if span.scored else None
             if stay != sequence.stay:
                 continue
-            # Not less than before: pages of others may have been taken over meanwhile.
-            sequence.computed = max(sequence.computed, span.start + span.rows)
-            error = None if scored is None else _add_scores(sequence, scored)
             output = StepOutput(sequence.request.request_id, sequence.index)
-            if sampled is not None:
-                token, status, logprobs = sampled
+            error = None if scored is None else _add_scores(sequence, scored)
+            if sampled:
                 sequence.pending -= 1
-                error = ERRORS.get(status, error)
-                if error is None:
-                    self._add_token(sequence, token, logprobs, output)
-            elif sequence.computed == len(sequence.tokens):  # nothing but the prompt was asked for
+                error = error or self._add_run(sequence, sampled, output)
+            # Not less than before: pages of others may have been taken over meanwhile.
+            computed = span.start + (len(output.token_ids) if span.draft else span.rows)
+            sequence.computed = max(sequence.computed, computed)
+            if span.draft:
+                self._settle(sequence, span.draft, accepted, output)
+            elif not sampled and sequence.computed == len(sequence.tokens):  # nothing but the prompt was asked for
                 output.finish_reason = FinishReason.LENGTH
             if error is not None:
                 output.finish_reason, output.error = FinishReason.ERROR, error
@@ -436,19 +495,40 @@ class Engine:
                 if len(sequence.tokens) - len(output.token_ids) == sequence.prompt_length:  # the first there is
                     output.prompt_logprobs = sequence.prompt_logprobs
                     output.cached_tokens = sequence.cached_tokens
+            if self._drafting is not None and output.token_ids:
+                self._drafting.metrics.observe(output.drafted, output.accepted)
             if output.finish_reason is not None:
                 self._end(sequence, output)
             elif output.token_ids:
                 self._outputs.append(output)
 
-    def _add_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, output: StepOutput) -> None:
-        room = sequence.max_length - len(sequence.tokens)
-        _, output.finish_reason = cut([token], sequence.stop_ids, room)
+    def _add_run(self, sequence: Sequence, run: list["_Sampled"], output: StepOutput) -> str | None:
+        """Append what was drawn, up to where the sequence ends; return an error if the draw failed before that."""
+        error = ERRORS.get(run[-1][1])  # a walk ends where it fails
+        if error is not None:
+            run.pop()
+            if not run:
+                return error
+        tokens = [token for token, _, _ in run]
+        count, output.finish_reason = cut(tokens, sequence.stop_ids, sequence.max_length - len(sequence.tokens))
+        del tokens[count:]
         if output.finish_reason is FinishReason.STOP:
-            output.stop_reason = sequence.stop_ids[token]
-        sequence.tokens.append(token)
-        output.token_ids.append(token)
-        output.logprobs = None if logprobs is None else [logprobs]
+            output.stop_reason = sequence.stop_ids[tokens[-1]]
+        sequence.tokens += tokens
+        output.token_ids = tokens
+        if run[0][2] is not None:
+            output.logprobs = [logprobs for _, _, logprobs in run[:count] if logprobs is not None]
+        return None if output.finish_reason else error
+
+    def _settle(self, sequence: Sequence, tree: DraftTree, accepted: int, output: StepOutput) -> None:
+        """Count what a draft brought, and give back pages that only rejected rows needed."""
+        assert sequence.budget is not None
+        sequence.budget.observe(max(tree.depths), accepted)
+        sequence.launched = sequence.computed
+        output.drafted, output.accepted = len(tree.tokens), min(accepted, len(output.token_ids))
+        needed = pages_for(len(sequence.tokens), self._pool.page_size)
+        self._cache.release(sequence.pages[needed:])
+        del sequence.pages[needed:]
 
     def _share(self, sequence: Sequence) -> None:
         """Exchange pages with the prefix tree: full ones go in, and what others computed meanwhile is taken over."""
@@ -492,6 +572,10 @@ class Engine:
     def _take_outputs(self) -> list[StepOutput]:
         outputs, self._outputs = self._outputs, []
         return outputs
+
+
+_Sampled = tuple[int, int, TokenLogprobs | None]
+"""A token, its status and its log probabilities."""
 
 
 class _Row(NamedTuple):

@@ -6,12 +6,13 @@ Names and fields follow vLLM's offline API, so that code moves over easily.
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from freewheel.engine.detokenize import Detokenizer, StopStrings
 from freewheel.request import FinishReason, Request, StepOutput, TokenLogprobs
 from freewheel.sampling import SamplingParams
+from freewheel.speculative import SpeculationMetrics
 
 if TYPE_CHECKING:
     from freewheel.models.tokenizer import Tokenizer
@@ -58,7 +59,8 @@ class RequestMetrics:
     """Counts, and times in seconds of ``time.monotonic()``, 0 until they are known.
 
     A request that ends without a token has its ``first_token_time`` at its end.
-    ``cached_tokens`` of the ``prompt_tokens`` were not computed, as the prefix cache had them.
+    ``cached_tokens`` of the ``prompt_tokens`` were not computed, as the prefix cache had them. ``speculation`` counts
+    the steps that brought tokens, and what drafts brought in them.
     """
 
     arrival_time: float
@@ -67,6 +69,7 @@ class RequestMetrics:
     finish_time: float = 0.0
     cached_tokens: int = 0
     output_tokens: int = 0
+    speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,10 @@ class Reply:
             self._prompt_logprobs = [entry and choice.logprobs_by_id(entry) for entry in output.prompt_logprobs]
         before = len(choice.token_ids)
         choice.add(output)
-        self.metrics.output_tokens += len(choice.token_ids) - before
+        new = len(choice.token_ids) - before
+        self.metrics.output_tokens += new
+        if new:
+            self.metrics.speculation.observe(output.drafted, min(output.accepted, new))
         if choice.finish_reason is not None:
             self._end(now)
         return choice.finish_reason is not None and output.finish_reason is None
@@ -186,7 +192,7 @@ class Reply:
             self._prompt_logprobs,
             [choice.take() for choice in self._choices],
             self.finished,
-            replace(self.metrics),
+            replace(self.metrics, speculation=replace(self.metrics.speculation)),
         )
 
 

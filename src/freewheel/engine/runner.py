@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from freewheel.cache.pool import KVPool
 from freewheel.ops.rows import RowBatch
 from freewheel.request import TokenLogprobs
 from freewheel.sampling import Logprobs, Sampler, SampleRows, Samples, prompt_logprobs
+from freewheel.speculative import DraftTree, walk
 
 
 class Decoder(Protocol):
@@ -29,7 +31,7 @@ class Span(NamedTuple):
     """The rows of one sequence, from position ``start`` on.
 
     Attributes:
-        sample: draw the token that follows the last row.
+        sample: draw the token that follows the last row; of a draft, at each row, and keep those that its walk meets.
         scored: positions in the span whose logits score the prompt token that follows.
         alternatives: most likely tokens to report for each scored position.
     """
@@ -40,6 +42,7 @@ class Span(NamedTuple):
     sample: bool
     scored: range = range(0)
     alternatives: int = 0
+    draft: DraftTree | None = None
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,19 @@ class StepResult:
     """What a step brought, on the host.
 
     Attributes:
-        tokens: for each sampled span in order, the token; -1 where the status is not OK.
-        statuses: for each sampled span, a :class:`freewheel.sampling.Status`.
-        logprobs: for each sampled span, if it asked for them.
+        tokens: for each sampled span in order, the token; of a draft, those of its walk. -1 where the status is not OK,
+            which ends a walk.
+        statuses: for each token, a :class:`freewheel.sampling.Status`.
+        logprobs: for each token, if its span asked for them.
         scores: for each span with scored positions in order.
+        runs: for each span with a draft in order, how many of the tokens are its.
     """
 
     tokens: list[int]
     statuses: list[int]
     logprobs: list[TokenLogprobs | None]
     scores: list[list[TokenLogprobs]]
+    runs: Sequence[int] = ()
 
 
 class InFlight(Protocol):
@@ -78,7 +84,9 @@ class Launched:
         samples: Samples | None,
         scores: list[tuple[Tensor, Logprobs]],
         device: torch.device,
+        walks: "Walked | None" = None,
     ) -> None:
+        self._walks = walks
         self.samples: Samples | None = on_its_way(samples)
         self.scores: list[tuple[Tensor, Logprobs]] = on_its_way(scores)
         self._arrived = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
@@ -93,7 +101,19 @@ class Launched:
         if self.samples is not None:
             tokens, statuses = self.samples.tokens.tolist(), self.samples.status.tolist()
             logprobs = by_row(self.samples.tokens, self.samples.logprobs)
-        return StepResult(tokens, statuses, logprobs, [describe(*scored) for scored in self.scores])
+        scores = [describe(*scored) for scored in self.scores]
+        if self._walks is None:
+            return StepResult(tokens, statuses, logprobs, scores)
+        kept, runs = self._walks
+        tokens, statuses = [tokens[row] for row in kept], [statuses[row] for row in kept]
+        return StepResult(tokens, statuses, [logprobs[row] for row in kept], scores, runs)
+
+
+class Walked(NamedTuple):
+    """What became of a step's drafts: the sampled rows that are kept, and how many of each draft."""
+
+    kept: list[int]
+    runs: list[int]
 
 
 def on_its_way(value: Any) -> Any:
@@ -131,8 +151,9 @@ class Runner:
     def _draw(self, spans: Sequence[Span], logits: Tensor, slots: Tensor, following: Tensor) -> Launched:
         """Draw and score from the wanted rows' logits; slots and following positions are those of :meth:`_batch`."""
         state = self._sampler.state
-        first = sum(span.sample for span in spans)
-        rows = SampleRows(slots[:first], following[:first])
+        drafts = any(span.draft for span in spans)
+        first = sum(span.rows if span.draft else span.sample for span in spans)
+        rows = SampleRows(slots[:first], following[:first], paths=_paths(spans, first) if drafts else None)
         samples = self._sampler.sample(logits[:first], rows) if first else None
         scores = []
         for span in spans:
@@ -142,9 +163,40 @@ class Runner:
                 valid = logits[first:last, : state.valid_vocab_size]
                 scores.append((tokens, prompt_logprobs(valid, tokens, span.alternatives)))
                 first = last
-        if samples is not None:  # last: after an exception the state is as before
-            state.append(rows.slots, rows.positions, samples.tokens)
-        return Launched(samples, scores, self._device)
+        if samples is None or not drafts:
+            if samples is not None:  # last: after an exception the state is as before
+                state.append(rows.slots, rows.positions, samples.tokens)
+            return Launched(samples, scores, self._device)
+        walked = self._walk(spans, samples)
+        state.append(rows.slots[walked.kept], rows.positions[walked.kept], samples.tokens[walked.kept])
+        return Launched(samples, scores, self._device, walked)
+
+    def _walk(self, spans: Sequence[Span], samples: Samples) -> Walked:
+        """Verify the drafts, and put in place the keys and values of what they kept."""
+        tokens, statuses = samples.tokens.tolist(), samples.status.tolist()
+        kept: list[int] = []
+        runs: list[int] = []
+        moves: list[tuple[int, int]] = []
+        sick: list[int] = []
+        first = 0
+        for span in spans:
+            if span.draft is None:
+                kept += [first] * span.sample
+                first += span.sample
+                continue
+            rows = walk(span.draft, tokens[first : first + span.rows]).rows
+            kept += [first + row for row in rows]
+            runs.append(len(rows))
+            place = self._kv_places(span)
+            moves += [(place[row], place[depth]) for depth, row in enumerate(rows) if row != depth]
+            if any(statuses[first : first + span.rows]):
+                sick += place[len(rows) :]
+            first += span.rows
+        if moves:
+            self._pool.move(*zip(*moves))
+        if sick:  # attention may read what was rejected, with weight zero, and zero times NaN is NaN
+            self._pool.clear_places(sick)
+        return Walked(kept, runs)
 
     def _batch(self, spans: Sequence[Span]) -> tuple[RowBatch, Tensor, Tensor]:
         """The rows, and for those whose logits are wanted their slot and the position that follows: sampled ones first,
@@ -153,28 +205,42 @@ class Runner:
         Lists rather than arrays: between two forward passes the code of every operation has left the processor's
         cache, so that each different one costs 10 to 40 us.
         """
-        size = self._pool.page_size
         slots: list[int] = []
         positions: list[int] = []
         places: list[int] = []
+        nodes: list[int] = []
+        drafted: list[int] = []
         for span in spans:
-            pages, own = self._pool.page_table[span.slot], range(span.start, span.start + span.rows)
             slots += [span.slot] * span.rows
-            positions += own
-            places += [pages[position // size] * size + position % size for position in own]
+            places += self._kv_places(span)
+            if span.draft is None:
+                positions += range(span.start, span.start + span.rows)
+            else:
+                nodes += range(len(positions) + 1, len(positions) + span.rows)
+                drafted += span.draft.tokens
+                positions += [span.start + depth for depth in span.draft.links.depths]
         wanted, next_positions = self._wanted(spans)
         row_slots, row_positions, kv_slots = self._upload(slots, positions, places)
         logit_rows, logit_slots, following = self._upload(wanted, [slots[row] for row in wanted], next_positions)
+        token_ids = self._sampler.state.history[row_slots, row_positions]
+        if nodes:
+            token_ids[nodes] = torch.tensor(drafted, device=self._device)
         batch = RowBatch(
-            token_ids=self._sampler.state.history[row_slots, row_positions],
+            token_ids=token_ids,
             positions=row_positions,
             kv_slots=kv_slots,
             logit_rows=logit_rows,
             page_table=[self._pool.page_table[span.slot] for span in spans],
             row_counts=tuple(span.rows for span in spans),
             kv_lengths=tuple(span.start + span.rows for span in spans),
+            ancestors=[_ancestors(span.draft) for span in spans] if nodes else None,
         )
         return batch, logit_slots, following
+
+    def _kv_places(self, span: Span) -> list[int]:
+        """Where the keys and values of its rows go."""
+        size, pages = self._pool.page_size, self._pool.page_table[span.slot]
+        return [pages[i // size] * size + i % size for i in range(span.start, span.start + span.rows)]
 
     @staticmethod
     def _wanted(spans: Sequence[Span]) -> tuple[list[int], list[int]]:
@@ -187,15 +253,34 @@ class Runner:
         for span in spans:
             scored += [row + position - span.start for position in span.scored]
             scored_following += [position + 1 for position in span.scored]
-            row += span.rows
-            if span.sample:
-                sampled.append(row - 1)
+            if span.draft is not None:
+                sampled += range(row, row + span.rows)
+                following += [span.start + depth + 1 for depth in span.draft.links.depths]
+            elif span.sample:
+                sampled.append(row + span.rows - 1)
                 following.append(span.start + span.rows)
+            row += span.rows
         return sampled + scored, following + scored_following
 
     def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:
         """Lists of one length as int64, in one copy."""
         return torch.tensor(columns, dtype=torch.int64, device=self._device).unbind()
+
+
+def _ancestors(draft: DraftTree | None) -> list[int] | None:
+    """For a row batch, to which a chain is as any rows that follow one another."""
+    return None if draft is None or draft.is_chain else draft.ancestors.tolist()
+
+
+def _paths(spans: Sequence[Span], rows: int) -> Tensor:
+    """What lies on the way of each sampled row of a step with drafts, as :class:`SampleRows` takes it."""
+    own = [span.draft.paths if span.draft else np.empty((1, 0), np.int64) for span in spans if span.sample]
+    paths = np.full((rows, max(path.shape[1] for path in own)), -1, np.int64)
+    first = 0
+    for path in own:
+        paths[first : first + len(path), paths.shape[1] - path.shape[1] :] = path
+        first += len(path)
+    return torch.from_numpy(paths)
 
 
 def by_row(tokens: Tensor, logprobs: Logprobs | None) -> list[TokenLogprobs | None]:

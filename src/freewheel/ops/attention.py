@@ -16,17 +16,19 @@ from torch.nn import functional
 
 from freewheel.ops.rows import RowBatch
 
+FEW = 8  # rows of a sequence that gather its pages as a decode row does: with more the fused kernel is faster
+
 
 @dataclass(frozen=True)
 class _Decode:
-    """Sequences with a single row and the same width, which is their number of slots rounded up.
+    """Sequences of the same few rows, mostly one, and the same width, which is their number of slots rounded up.
 
     Attributes:
-        rows: int64 [n], where they are in the batch; None when it has no other rows.
+        rows: int64 [n * rows each], where they are in the batch; None when it has no other rows.
         index: int64 [2 * n * kv_heads * pages], the blocks to gather; a block is what a head has in a page.
         blocks: where they go, [2 * n * kv_heads * pages, page_size * head_dim]; each layer overwrites the last one's.
         key, value: views of the slots in use there, [n * kv_heads, slots, head_dim].
-        mask: [n * kv_heads, 1, slots], -inf where the row does not see the slot, else 0.
+        mask: [n * kv_heads, rows each, slots], -inf where the row does not see the slot, else 0.
     """
 
     rows: Tensor | None
@@ -70,66 +72,69 @@ def plan_attention(batch: RowBatch, cache: Tensor, window: int | None) -> Attent
     """
     ends = list(itertools.accumulate(batch.row_counts))
     trees = batch.ancestors or [None] * len(ends)
-    chunks = tuple(
-        _plan_chunk(batch.page_table[s], slice(ends[s] - count, ends[s]), batch.kv_lengths[s], cache, window, trees[s])
-        for s, count in enumerate(batch.row_counts)
-        if count > 1
-    )
     # A row's products and softmax are summed in an order that may depend on the padded width, so the width depends on
     # the row's own length alone: neighbours change nothing, and a long one costs the short ones nothing.
-    widths: dict[int, list[int]] = {}
-    for s, count in enumerate(batch.row_counts):
-        if count == 1:
-            widths.setdefault(_width(batch.kv_lengths[s], window, cache.shape[3]), []).append(s)
+    alike: dict[tuple[int, int], list[int]] = {}
+    chunks = []
+    for s, (count, length) in enumerate(zip(batch.row_counts, batch.kv_lengths)):
+        if count > FEW:
+            rows = slice(ends[s] - count, ends[s])
+            chunks.append(_plan_chunk(batch.page_table[s], rows, length, cache, window, trees[s]))
+        else:
+            alike.setdefault((_width(length, count, window, cache.shape[3]), count), []).append(s)
     decodes = []
-    for width, sequences in widths.items():
+    for (width, count), sequences in alike.items():
         whole = len(sequences) == len(batch.row_counts)
-        rows = None if whole else torch.tensor([ends[s] - 1 for s in sequences], device=cache.device)
-        lengths = [batch.kv_lengths[s] for s in sequences]
-        decodes.append(_plan_decode([batch.page_table[s] for s in sequences], rows, lengths, cache, window, width))
-    return AttentionPlan(batch.kv_slots, tuple(decodes), chunks)
+        places = [row for s in sequences for row in range(ends[s] - count, ends[s])]
+        rows = None if whole else torch.tensor(places, device=cache.device)
+        members = [(batch.page_table[s], batch.kv_lengths[s], trees[s]) for s in sequences]
+        decodes.append(_plan_decode(members, count, rows, cache, window, width))
+    return AttentionPlan(batch.kv_slots, tuple(decodes), tuple(chunks))
 
 
 def _plan_decode(
-    page_table: Sequence[Sequence[int]],
+    members: Sequence[tuple[Sequence[int], int, Sequence[int] | None]],
+    count: int,
     rows: Tensor | None,
-    lengths: Sequence[int],
     cache: Tensor,
     window: int | None,
     width: int,
 ) -> _Decode:
+    """``members``: page table, length and tree of each sequence, all of ``count`` rows."""
     kv_heads, _, page_size, head_dim = cache.shape[1:]
-    count = len(lengths)
-    mask = cache.new_full((count, kv_heads, 1, width), -torch.inf)
+    mask = cache.new_full((len(members), kv_heads, count, width), -torch.inf)
     pages = []
-    for s, (table, length) in enumerate(zip(page_table, lengths)):
-        first_page, last_page = _first_page(length, window, page_size), (length - 1) // page_size
+    for s, (table, length, tree) in enumerate(members):
+        first_page, last_page = _first_page(length, count, window, page_size), (length - 1) // page_size
         start = first_page * page_size
-        mask[s, ..., max(length - window - start, 0) if window else 0 : length - start].zero_()
+        if count == 1:
+            mask[s, ..., max(length - window - start, 0) if window else 0 : length - start].zero_()
+        else:
+            mask[s, ..., : length - start].masked_fill_(_seen(count, start, length, window, tree, cache.device), 0)
         # Columns past a sequence's end repeat its own last page: what is masked must at least be finite.
         padding = -(-width // page_size) - (last_page + 1 - first_page)
         pages.append([*table[first_page : last_page + 1], *[table[last_page]] * padding])
     index = _block_index(pages, cache)
     blocks = cache.new_empty(len(index), page_size * head_dim)
-    key, value = blocks.view(2, count * kv_heads, -1, head_dim)[:, :, :width].unbind()
-    return _Decode(rows, index, blocks, key, value, mask.view(-1, 1, width))
+    key, value = blocks.view(2, len(members) * kv_heads, -1, head_dim)[:, :, :width].unbind()
+    return _Decode(rows, index, blocks, key, value, mask.view(-1, count, width))
 
 
-def _first_page(length: int, window: int | None, page_size: int) -> int:
-    """The page with the first position that the last row sees."""
-    return max(length - window, 0) // page_size if window else 0
+def _first_page(length: int, rows: int, window: int | None, page_size: int) -> int:
+    """The page with the first position that the first row sees, where the sequence has so many rows."""
+    return max(length - rows + 1 - window, 0) // page_size if window else 0
 
 
-def _width(length: int, window: int | None, page_size: int) -> int:
-    """Slots to gather for a decode row: few different widths, at most half of it padding, none of it from neighbours.
+def _width(length: int, rows: int, window: int | None, page_size: int) -> int:
+    """Slots to gather for few rows: few different widths, at most half of it padding, none of it from neighbours.
 
     80, 144, 208, 272, 400, 528, 784, ...: a batch of mixed lengths falls into few groups. Odd multiples of 16 keep the
     heads' memory from starting at the same place in the processor's cache.
     """
-    slots = length - _first_page(length, window, page_size) * page_size
+    slots = length - _first_page(length, rows, window, page_size) * page_size
     step = 1 << max(6, (slots - 1).bit_length() - 2)
     width = -(-slots // step) * step + 16
-    return min(width, window + page_size - 1) if window else width
+    return min(width, window + page_size + rows - 2) if window else width
 
 
 def _plan_chunk(
@@ -142,22 +147,30 @@ def _plan_chunk(
 ) -> _Chunk:
     page_size = cache.shape[3]
     count = rows.stop - rows.start
+    first_page, last_page = _first_page(length, count, window, page_size), (length - 1) // page_size
     start = max(length - count - window + 1, 0) if window else 0  # the first position that the first row sees
-    first_page, last_page = start // page_size, (length - 1) // page_size
     index = _block_index([page_table[first_page : last_page + 1]], cache)
     mask = None
     if ancestors or count < length - start or (window and length > window):
-        position = torch.arange(start, length, device=cache.device)
-        if ancestors:  # rows of one depth stand side by side
-            position[-count:] = torch.tensor([length - count - 1 + row.bit_count() for row in ancestors])
-        distance = position[-count:, None] - position
-        hidden = distance < 0
-        if ancestors:
-            hidden[:, -count:] = torch.tensor([[not row >> j & 1 for j in range(count)] for row in ancestors])
-        if window:
-            hidden |= distance >= window
-        mask = cache.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        seen = _seen(count, start, length, window, ancestors, cache.device)
+        mask = cache.new_full(seen.shape, -torch.inf).masked_fill_(seen, 0)
     return _Chunk(rows, index, slice(start - first_page * page_size, length - first_page * page_size), mask)
+
+
+def _seen(
+    count: int, start: int, length: int, window: int | None, ancestors: Sequence[int] | None, device: torch.device
+) -> Tensor:
+    """Which cached positions from ``start`` on each of a sequence's last rows sees: bool [count, length - start]."""
+    position = torch.arange(start, length, device=device)
+    if ancestors:  # rows of one depth stand side by side
+        position[-count:] = torch.tensor([length - count - 1 + row.bit_count() for row in ancestors])
+    distance = position[-count:, None] - position
+    seen = distance >= 0
+    if ancestors:
+        seen[:, -count:] = torch.tensor([[bool(row >> j & 1) for j in range(count)] for row in ancestors])
+    if window:
+        seen &= distance < window
+    return seen
 
 
 def _block_index(pages: Sequence[Sequence[int]], cache: Tensor) -> Tensor:
@@ -179,10 +192,10 @@ def paged_attention(query: Tensor, cache: Tensor, plan: AttentionPlan, scale: fl
     """
     rows, heads, head_dim = query.shape
     if plan.decodes and plan.decodes[0].rows is None:
-        return _attend_decode(query, cache, plan.decodes[0], scale).view(rows, heads * head_dim)
+        return _attend_decode(query, cache, plan.decodes[0], scale).reshape(rows, heads * head_dim)
     output = query.new_empty(query.shape)
     for decode in plan.decodes:
-        output[decode.rows] = _attend_decode(query[decode.rows], cache, decode, scale).view(-1, heads, head_dim)
+        output[decode.rows] = _attend_decode(query[decode.rows], cache, decode, scale)
     for chunk in plan.chunks:
         output[chunk.rows] = _attend_chunk(query[chunk.rows], cache, chunk, scale)
     return output.view(rows, heads * head_dim)
@@ -192,9 +205,18 @@ def _attend_decode(query: Tensor, cache: Tensor, decode: _Decode, scale: float) 
     torch.index_select(cache.view(-1, decode.blocks.shape[1]), 0, decode.index, out=decode.blocks)
     # The queries that share a key head are its query rows, so keys are read once for all of them. The fused kernel is
     # made for many rows: it is slower here, and its last bits depend on the thread that a row falls to.
-    query = query.reshape(len(decode.mask), -1, query.shape[-1])
-    scores = torch.baddbmm(decode.mask, query, decode.key.mT, alpha=scale)
-    return torch.bmm(scores.softmax(-1), decode.value)
+    head_dim, each, (sharing, count, width) = query.shape[-1], query.shape[1], decode.mask.shape
+    if count == 1:
+        rows = query.reshape(sharing, -1, head_dim)
+        scores = torch.baddbmm(decode.mask, rows, decode.key.mT, alpha=scale).softmax(-1)
+        return torch.bmm(scores, decode.value).view(query.shape)
+    # [sequence, row, kv head, query head of it, ...]: a row comes with the query heads that share a key head.
+    kv_heads = len(decode.mask) * count // len(query)
+    rows = query.view(-1, count, kv_heads, each // kv_heads, head_dim).transpose(1, 2).reshape(sharing, -1, head_dim)
+    scores = torch.bmm(rows, decode.key.mT).view(sharing, count, -1, width)
+    scores = scores.mul_(scale).add_(decode.mask[:, :, None]).softmax(-1).view(sharing, -1, width)
+    attended = torch.bmm(scores, decode.value).view(-1, kv_heads, count, each // kv_heads, head_dim)
+    return attended.transpose(1, 2).reshape(query.shape)
 
 
 def _attend_chunk(query: Tensor, cache: Tensor, chunk: _Chunk, scale: float) -> Tensor:

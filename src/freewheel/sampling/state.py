@@ -276,9 +276,10 @@ class SamplingState:
         return self._users[need]
 
     def append(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """Add a token drawn for each of ``slots``, all distinct, at the end of its sequence; all int64 [rows].
+        """Add a token drawn for each of ``slots`` at the end of its sequence; all int64 [rows].
 
-        A row without a token (-1, see ``Samples.status``) is left as it is.
+        Slots are distinct; on CPUs one may have several tokens, in the order of their positions. A row without a token
+        (-1, see ``Samples.status``) is left as it is.
         """
         if self.tables is not None:
             from freewheel.sampling.fused import append  # only here: it imports Triton

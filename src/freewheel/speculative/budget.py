@@ -64,18 +64,26 @@ class Budget:
         Args:
             table: as for :func:`step_times`.
         """
-        self._times = step_times(table)
         self._accepted, self._tried = 1.0, 2.0
-        self._trial = int(best_nodes(1.0, self._times) > 0)  # 0: would not pay even if all were accepted
-        lost = self._times[1] - 1.0 if self._trial else 0.0
-        self._first_pause = self._pause = max(FIRST_PAUSE, round(lost / TRIAL_SHARE))
-        self._wait = self._pending = 0
-        self._best = best_nodes(self.acceptance, self._times)
+        self._wait = self._pending = self._pause = 0
+        self.price(step_times(table))
 
     @property
     def acceptance(self) -> float:
         """Of a drafted token whose predecessors are accepted: the average, which recent drafts dominate."""
         return self._accepted / self._tried
+
+    def price(self, times: Sequence[float]) -> None:
+        """Go by other times from now on, such as :func:`step_times` gives: what else is in a step has changed.
+
+        A pause that has begun goes on.
+        """
+        self.times = times
+        self._trial = int(best_nodes(1.0, times) > 0)  # 0: would not pay even if all were accepted
+        lost = times[1] - 1.0 if self._trial else 0.0
+        self._first_pause = max(FIRST_PAUSE, round(lost / TRIAL_SHARE))
+        self._pause = max(self._pause, self._first_pause)
+        self._best = best_nodes(self.acceptance, times)
 
     def nodes(self) -> int:
         """Most nodes of the draft of the next step. Called once for each step."""
@@ -107,7 +115,7 @@ class Budget:
             return
         self._accepted = DECAY * self._accepted + accepted
         self._tried = DECAY * self._tried + min(accepted + 1, depth)
-        self._best = best_nodes(self.acceptance, self._times)
+        self._best = best_nodes(self.acceptance, self.times)
         if accepted:
             self._pause = self._first_pause
         if not self._best and not self._wait:

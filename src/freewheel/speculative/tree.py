@@ -83,6 +83,11 @@ class DraftTree:
         return len(self.tokens) + 1
 
     @property
+    def is_chain(self) -> bool:
+        """Whether each node follows the one before it."""
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    @property
     def depths(self) -> list[int]:
         """Of each node, from 1."""
         return self.links.depths[1:]
