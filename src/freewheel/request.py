@@ -90,7 +90,8 @@ class Sequence:
     ``node.depth`` belong to the prefix tree. ``slot`` is -1 while it waits; then it holds no pages either.
 
     Steps may be in flight whose results are not here yet: rows are ``launched`` up to that position, and ``pending``
-    tokens more will follow. What is in flight for another ``stay`` than the present one is void.
+    tokens more will follow; or fewer, by up to ``slack``, which a device may draft and reject. What is in flight for
+    another ``stay`` than the present one is void.
 
     Where it speculates, ``budget`` says how much it drafts, and ``ngrams`` holds its tokens while it has a slot.
     """
@@ -115,6 +116,7 @@ class Sequence:
         "rank",
         "request",
         "seed",
+        "slack",
         "slot",
         "stay",
         "stop_ids",
@@ -147,6 +149,7 @@ class Sequence:
         self.computed = 0
         self.launched = 0
         self.pending = 0
+        self.slack = 0
         self.stay = 0  # how often it has left its slot
         self.node = node
         self.cached_tokens = 0
@@ -161,7 +164,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens known or drawn in a step in flight."""
+        """Tokens known or drawn in a step in flight; what is drafted there counts as accepted."""
         return len(self.tokens) + self.pending
 
     @property

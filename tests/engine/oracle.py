@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from mock_model import VOCAB, Eager
 
-from freewheel.engine.drafting import Drafting
+from freewheel.engine.drafting import Drafting, Pace
 from freewheel.engine.engine import Engine
 from freewheel.request import Sequence
 from freewheel.speculative import DraftTree
@@ -20,7 +20,7 @@ class Oracle(Drafting):
     """
 
     def __init__(self, engine: Engine, texts: Mapping[tuple[str, int], list[int]], rng: random.Random) -> None:
-        super().__init__(engine.config)
+        super().__init__(engine.config, Pace())
         assert engine._drafting is not None
         engine._drafting = self
         self._texts = texts

@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="Triton is made for Linux only")
 
 from mock_model import Collected, collect, run
 
-from freewheel.engine import device_runner
+from freewheel.engine import device_runner, step
 from freewheel.engine.device_runner import DeviceRunner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,12 +32,17 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("few_programs")
 
 
-def make_engine(path: Path, device: str, runner: Callable[..., Runner], lookahead: int = 0) -> Engine:
+def make_engine(path: Path, device: str, runner: type[Runner], lookahead: int = 0, **options: Any) -> Engine:
     model = load(path, dtype="float32", device=device)
     spec = model.spec
     storage = torch.zeros(spec.num_layers, *kv_cache_shape(spec, 24, 4), device=device)
     config = EngineConfig(
-        max_num_seqs=4, max_num_batched_tokens=12, page_size=4, lookahead=lookahead, fused=runner is DeviceRunner
+        max_num_seqs=4,
+        max_num_batched_tokens=12,
+        page_size=4,
+        lookahead=lookahead,
+        fused=runner is DeviceRunner,
+        **{"speculation": False, **options},
     )
     return Engine(
         model.decoder,
@@ -46,7 +51,7 @@ def make_engine(path: Path, device: str, runner: Callable[..., Runner], lookahea
         max_model_len=32,
         vocab_size=spec.vocab_size,
         valid_vocab_size=model.tokenizer.vocab_size,
-        runner=runner,
+        runner=runner_for(config, device),
     )
 
 
@@ -247,7 +252,7 @@ def test_whole_steps_are_captured_for_demands_that_recur(
         steps.launch(0)
         steps.launch(0)
         assert len(captured) == before + 1
-        assert [*runner._steps[1].whole.values()] == captured[-1:]
+        assert [*runner._steps[1].graphs.whole.values()] == captured[-1:]
         steps.read()
     assert len(captured) == 4, "the decoder, and each demand"
 
@@ -264,7 +269,7 @@ def test_a_launch_that_fails_between_others_changes_none_of_them(
         if part == "decoder":
             broken.setattr(DeviceRunner, "_sample", lambda *_: 1 / 0)
         else:
-            broken.setattr(device_runner, "on_its_way", lambda *_: 1 / 0)
+            broken.setattr(step, "on_its_way", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             steps.launch(0, 1)
     for slots in [(0, 1), (0, 1), (1,), (0, 1)]:

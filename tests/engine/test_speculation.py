@@ -33,7 +33,7 @@ class Scripted(Drafting):
     """Drafts of a test's own: ``make`` gets the output so far."""
 
     def __init__(self, engine: Engine, make: Callable[[list[int]], DraftTree | None]) -> None:
-        super().__init__(engine.config)
+        super().__init__(engine.config, Pace())
         assert engine._drafting is not None
         engine._drafting = self
         self._make = make

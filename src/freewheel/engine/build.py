@@ -72,4 +72,7 @@ def runner_for(config: EngineConfig, device: str) -> Callable[[Any, KVPool, Samp
         return Runner
     from freewheel.engine.device_runner import DeviceRunner  # only here: it imports Triton
 
-    return partial(DeviceRunner, graphs=config.graphs, most_rows=config.most_rows(device))
+    drafts = {}
+    if config.speculates(device):
+        drafts = {name: getattr(config, name) for name in ("draft_nodes", "draft_width", "draft_depth")}
+    return partial(DeviceRunner, graphs=config.graphs, most_rows=config.most_rows(device), **drafts)

@@ -10,28 +10,25 @@ Rows of prefill chunks go through a graph of the decoder, captured for each numb
 launched behind it. More rows, or more that are scored, are launched one kernel at a time.
 """
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from freewheel.cache.pool import KVPool
 from freewheel.config import MOST_LOOKAHEAD, EngineConfig
-from freewheel.engine.engine import MAX_SCORED_ROWS
-from freewheel.engine.ring import Ring
-from freewheel.engine.runner import InFlight, Launched, Runner, Span, StepResult, by_row, on_its_way
+from freewheel.engine.draft_step import DeviceDrafts, Drafted, DraftStep
+from freewheel.engine.engine import MAX_DRAFT_ROWS, MAX_SCORED_ROWS
+from freewheel.engine.runner import Brought, InFlight, Launched, Runner, Span, StepResult
 from freewheel.engine.scheduler import pages_for
-from freewheel.engine.step_kernels import StepInputs, advance
+from freewheel.engine.step import Captured, Decoded, DecodeStep, even, pinned
 from freewheel.models.decoder import Decoder, kv_cache_shape
 from freewheel.models.fused_decoder import FusedDecoder, Rows
 from freewheel.ops.attention_gpu import plan_tiles
-from freewheel.ops.launch import dependent_launch
-from freewheel.sampling import Logprobs, Sampler, SampleRows
-from freewheel.sampling.fused import sequences_of
+from freewheel.sampling import Logprobs, Sampler
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CHUNKS = (16, 32, 64, 128, 256, 512, 1024)
@@ -41,51 +38,7 @@ MOST_WHOLE = 16  # captured for a number of rows; that which was not needed for 
 
 
 T = TypeVar("T")
-
-
-class _Captured(NamedTuple, Generic[T]):
-    """A graph, and tensors that it leaves, until another one of its runner is replayed."""
-
-    graph: torch.cuda.CUDAGraph
-    left: T
-
-    def replay(self) -> T:
-        self.graph.replay()
-        return self.left
-
-
-@dataclass
-class _Step:
-    """A decode step of some number of rows.
-
-    Attributes:
-        inputs: int64 [5, rows or more], the columns that follow.
-        count: of rows.
-        columns: of the inputs, [rows].
-        rows: for the decoder, of the same.
-        sample_rows: for the sampler.
-        ring: where the results go.
-        decoder: from inputs to logits [rows, vocab_size], captured.
-        whole: all of the step, down to log probabilities, for demands on the sampler that were met often.
-        met: how often the others were, lately.
-        expected: slots and positions that are in ``inputs``.
-    """
-
-    inputs: Tensor
-    count: int
-    ring: Ring
-    columns: StepInputs = field(init=False)
-    rows: Rows = field(init=False)
-    sample_rows: SampleRows = field(init=False)
-    decoder: _Captured[Tensor] | None = None
-    whole: dict[Hashable, _Captured[Logprobs | None]] = field(default_factory=dict)
-    met: Counter[Hashable] = field(default_factory=Counter)
-    expected: tuple[list[int], list[int]] = ([], [])
-
-    def __post_init__(self) -> None:
-        self.columns = columns = StepInputs(*self.inputs[:, : self.count].unbind())
-        self.rows = Rows(columns.slots, columns.positions)
-        self.sample_rows = SampleRows(columns.sample_slots, columns.following)
+Decode = DecodeStep | DraftStep
 
 
 @dataclass
@@ -105,7 +58,7 @@ class _Chunk:
     positions: Tensor
     wanted: Tensor
     tiles: Tensor
-    decoder: _Captured[Tensor] | None = None
+    decoder: Captured[Tensor] | None = None
 
 
 class DeviceRunner(Runner):
@@ -117,6 +70,8 @@ class DeviceRunner(Runner):
         sampler: of a state that keeps tables for kernels.
         graphs: capture steps; None: on CUDA devices.
         most_rows: of a step.
+        draft_nodes, draft_width, draft_depth: most nodes of a draft that the device makes, and how wide and deep it is;
+            0 nodes: it makes none.
     """
 
     def __init__(
@@ -127,6 +82,9 @@ class DeviceRunner(Runner):
         *,
         graphs: bool | None = None,
         most_rows: int = CHUNKS[-1],
+        draft_nodes: int = 0,
+        draft_width: int = 1,
+        draft_depth: int = 0,
     ) -> None:
         super().__init__(decoder, pool, sampler)
         state, slots = sampler.state, len(pool.page_table)
@@ -135,26 +93,33 @@ class DeviceRunner(Runner):
         self._uploaded: list[list[int]] = [[] for _ in range(slots)]
         self._versions = [0] * slots
         self._fused = FusedDecoder(decoder, state.history, self._page_table, pool.layers)
-        self._spare_slot = slots
         # An engine launches one step more than it looks ahead, this one perhaps in parts, before it reads the first.
         self._places = (MOST_LOOKAHEAD + 1) * -(-slots // BUCKETS[-1])
-        chained = dependent_launch(pool.device)
-        self._options: dict[str, Any] = {"PLACES": self._places, "CHAINED": chained, "num_warps": 1}
-        if chained:
-            self._options["launch_pdl"] = True
         self._graphs = pool.device.type == "cuda" if graphs is None else graphs
         # All graphs share memory, and each may write over whatever another left there. They run one after the other, in
         # one stream, and what one leaves is used up there before the next is launched: logits by the draw that is
         # launched right after them, log probabilities by the copies to the host. What lasts was not allocated during a
         # capture: inputs, ring, cache, history, and the sampler's tables and workspace.
         self._memory = torch.cuda.graph_pool_handle() if self._graphs else None
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, DecodeStep] = {}
+        self._draft_steps: dict[tuple[int, int], DraftStep] = {}
+        self._drafts: DeviceDrafts | None = None
+        if draft_nodes:
+            self._drafts = DeviceDrafts(state, pool, self._page_table, width=draft_width, depth=draft_depth)
+        self._most_nodes = draft_nodes
+        self._lengths: dict[int, int] = {}  # of sequences, where it is certain that the device has the same
+        self._entered: set[int] = set()  # slots with sequences that are not indexed
         self._chunk_sizes = chunk_sizes(most_rows)
         self._captured_chunks: dict[int, _Chunk] = {}
 
+    def enter(self, slot: int) -> None:
+        """Another sequence has the slot."""
+        self._lengths.pop(slot, None)
+        self._entered.add(slot)
+
     def preparations(self) -> list[tuple[str, Callable[[], None]]]:
         """Compiling kernels and capturing graphs, the largest first: what it leaves serves the others."""
-        sizes = reversed(buckets(self._spare_slot))
+        sizes = reversed(buckets(len(self._pool.page_table)))
         steps = [(f"steps of up to {rows} rows", partial(self._rehearse, rows)) for rows in sizes]
         return [("prompts", self._rehearse_prompts), *steps]
 
@@ -169,9 +134,9 @@ class DeviceRunner(Runner):
     @torch.inference_mode()
     def _rehearse(self, rows: int) -> None:
         step = self._step(rows)
-        step.expected = [], []
-        self._put(step, [], [])
-        self._sample(step, self._fused(step.rows))
+        step.forget()
+        step.put([], [])
+        self._sample(step, self._forward(step))
         if self._graphs:
             self._capture_whole(step, self._sampler.demand)
         self._wait()
@@ -203,83 +168,106 @@ class DeviceRunner(Runner):
     def _take_back(self, parts: Sequence[InFlight]) -> None:
         """Let what the parts of a failed step bring go unread. Their rows have moved on, on the device."""
         for part in parts:
-            if isinstance(part, Decoded):
+            if isinstance(part, (Decoded, Drafted)):
                 part.take_back()
-        for step in self._steps.values():
-            step.expected = [], []
+        for step in (*self._steps.values(), *self._draft_steps.values()):
+            step.forget()
+        self._lengths.clear()
 
-    def _decode(self, spans: Sequence[Span]) -> "Decoded":
-        step = self._step(next(bucket for bucket in BUCKETS if bucket >= len(spans)))
-        slots, positions = [span.slot for span in spans], [span.start for span in spans]
-        expected, step.expected = step.expected, ([], [])  # unknown, should anything below fail
-        if expected != (slots, positions):
-            self._put(step, slots, positions)
-        logprobs = self._replay(step) if self._graphs else self._sample(step, self._fused(step.rows))
-        decoded = Decoded(step.ring, len(spans), logprobs)
-        step.expected = slots, [position + 1 for position in positions]
-        return decoded
+    def _decode(self, spans: Sequence[Span]) -> InFlight:
+        slots = [span.slot for span in spans]
+        if self._drafts is not None and any(span.nodes or span.follows for span in spans):
+            nodes = [span.nodes for span in spans]
+            step = self._draft_step(len(spans), len(spans) + sum(nodes))
+            self._know_lengths(spans, self._drafts)
+            step.put(slots, nodes)
+        else:
+            step = self._step(next(bucket for bucket in BUCKETS if bucket >= len(spans)))
+            step.put(slots, [span.start for span in spans])
+        logprobs = self._replay(step) if self._graphs else self._sample(step, self._forward(step))
+        return step.launched(logprobs)
 
-    def _put(self, step: _Step, slots: list[int], positions: list[int]) -> None:
-        """Put these rows into a step's inputs; the others are idle."""
-        idle = [0] * (step.inputs.shape[1] - len(slots))
-        columns = StepInputs(
-            slots=[*slots, *(-1 for _ in idle)],
-            positions=[*positions, *idle],
-            following=[*(position + 1 for position in positions), *idle],
-            sample_slots=[*slots, *(self._spare_slot for _ in idle)],
-            places=[*(step.ring.place for _ in slots), *idle],
-        )
-        step.inputs.copy_(self._pinned(torch.tensor(columns)), non_blocking=True)
+    def _know_lengths(self, spans: Sequence[Span], drafts: DeviceDrafts) -> None:
+        """Tell the device how long sequences are, where it has not made them so long itself; index what is new."""
+        told = [span for span in spans if not span.follows and self._lengths.get(span.slot) != span.start + 1]
+        if told:
+            slots, lengths = self._upload([span.slot for span in told], [span.start + 1 for span in told])
+            entered = [span.slot for span in told if span.slot in self._entered]
+            if entered:
+                drafts.index.clear(self._upload(entered)[0])
+            drafts.know(slots, lengths)
+            self._entered.difference_update(entered)
+        for span in spans:
+            if span.nodes or span.follows:
+                self._lengths.pop(span.slot, None)
+            else:
+                self._lengths[span.slot] = span.start + 2
 
-    def _sample(self, step: _Step, logits: Tensor) -> Logprobs | None:
-        """Draw, and let the rows advance. The log probabilities, if any row asks for them."""
+    def _forward(self, step: Decode) -> Tensor:
+        step.begin()
+        return self._fused(step.rows)
+
+    def _sample(self, step: Decode, logits: Tensor) -> Logprobs | None:
+        """Draw, and let the sequences go on. The log probabilities, if any row asks for them."""
         samples = self._sampler.sample(logits, step.sample_rows)
-        sequences = sequences_of(self._sampler.state)
-        # Chained: it starts early, whichever kernel the draw ends with.
-        advance[(len(samples.tokens),)](
-            step.columns, samples.tokens, samples.status, step.ring.words, sequences, **self._options
-        )
+        step.end(samples)
         return samples.logprobs
 
-    def _step(self, rows: int) -> _Step:
+    def _step(self, rows: int) -> DecodeStep:
         """The decode step of so many rows; its decoder is captured when it is first asked for."""
         if rows not in self._steps:
-            inputs = torch.zeros(len(StepInputs._fields), even(rows), dtype=torch.int64, device=self._device)
-            step = _Step(inputs, rows, Ring(self._places, (2, rows), self._device))
-            self._put(step, [], [])  # all idle: what a rehearsal computes goes nowhere
-            if self._graphs:
-                self._fused(step.rows)  # compiles kernels and picks products, which capturing must not see
-                step.decoder = self._capture(lambda: self._fused(step.rows))
+            step = DecodeStep(self._sampler.state, rows, self._places)
+            self._prepare(step)
             self._steps[rows] = step  # only now: a capture may fail
         return self._steps[rows]
 
-    def _replay(self, step: _Step) -> Logprobs | None:
+    def _draft_step(self, sequences: int, rows: int) -> DraftStep:
+        """The same of so many sequences or more, in which there are so many rows or more."""
+        assert self._drafts is not None
+        sequences = next(bucket for bucket in BUCKETS if bucket >= sequences)
+        rows = next(bucket for bucket in (*BUCKETS, MAX_DRAFT_ROWS) if bucket >= rows and bucket > sequences)
+        key = sequences, rows
+        if key not in self._draft_steps:
+            step = DraftStep(self._drafts, sequences, rows, self._most_nodes, self._places)
+            self._prepare(step)
+            self._draft_steps[key] = step
+        return self._draft_steps[key]
+
+    def _prepare(self, step: Decode) -> None:
+        step.put([], [])  # all idle: what a rehearsal computes goes nowhere
+        if self._graphs:
+            self._forward(step)  # compiles kernels and picks products, which capturing must not see
+            step.graphs.decoder = self._capture(lambda: self._forward(step))
+        step.forget()
+
+    def _replay(self, step: Decode) -> Logprobs | None:
         """A step by one graph, if the sequences in slots have asked for the same before."""
-        demand = self._sampler.demand
-        if demand not in step.whole:
-            step.met[demand] += 1
-            if step.met[demand] <= RARE:  # capturing stops the device
-                assert step.decoder is not None
-                return self._sample(step, step.decoder.replay())
+        demand, graphs = self._sampler.demand, step.graphs
+        if demand not in graphs.whole:
+            graphs.met[demand] += 1
+            if graphs.met[demand] <= RARE:  # capturing stops the device
+                assert graphs.decoder is not None
+                return self._sample(step, graphs.decoder.replay())
             self._capture_whole(step, demand)
-        whole = step.whole[demand] = step.whole.pop(demand)  # the latest stands last
+        whole = graphs.whole[demand] = graphs.whole.pop(demand)  # the latest stands last
         return whole.replay()
 
-    def _capture_whole(self, step: _Step, demand: Hashable) -> None:
+    def _capture_whole(self, step: Decode, demand: Hashable) -> None:
         """Capture a step whose kernels have been launched for this demand before: compiling must not be seen."""
-        if len(step.whole) == MOST_WHOLE:
+        graphs = step.graphs
+        if len(graphs.whole) == MOST_WHOLE:
             self._wait()
-            del step.whole[next(iter(step.whole))]
-        step.whole[demand] = self._capture(lambda: self._sample(step, self._fused(step.rows)))
-        step.met.clear()
+            del graphs.whole[next(iter(graphs.whole))]
+        graphs.whole[demand] = self._capture(lambda: self._sample(step, self._forward(step)))
+        graphs.met.clear()
 
-    def _capture(self, run: Callable[[], T]) -> _Captured[T]:
+    def _capture(self, run: Callable[[], T]) -> Captured[T]:
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             left = run()
-        return _Captured(graph, left)
+        return Captured(graph, left)
 
     def _chunks(self, spans: Sequence[Span]) -> Launched:
         slots = [span.slot for span in spans for _ in range(span.rows)]
@@ -292,7 +280,7 @@ class DeviceRunner(Runner):
         else:
             row_slots, row_positions = self._upload(slots, positions)
             [logit_rows] = self._upload(wanted)
-            tiles = self._pinned(tiles).to(self._device, non_blocking=True)
+            tiles = pinned(tiles, self._device).to(self._device, non_blocking=True)
             logits = self._fused(Rows(row_slots, row_positions, tiles), logit_rows)
         logit_slots, next_positions = self._upload([slots[row] for row in wanted], following)
         return self._draw(spans, logits, logit_slots, next_positions)
@@ -324,10 +312,10 @@ class DeviceRunner(Runner):
         """The logits of the wanted rows."""
         idle = len(chunk.slots) - len(slots)
         rows = [*slots, *[-1] * idle, *positions, *[0] * idle, *wanted, *[0] * (MOST_WANTED - len(wanted))]
-        chunk.numbers.copy_(self._pinned(torch.tensor(rows)), non_blocking=True)
+        chunk.numbers.copy_(pinned(torch.tensor(rows), self._device), non_blocking=True)
         padded = torch.zeros(chunk.tiles.shape, dtype=torch.int32)
         padded[: len(tiles)] = tiles
-        chunk.tiles.copy_(self._pinned(padded), non_blocking=True)
+        chunk.tiles.copy_(pinned(padded, self._device), non_blocking=True)
         assert chunk.decoder is not None
         return chunk.decoder.replay()[: len(wanted)]
 
@@ -352,22 +340,13 @@ class DeviceRunner(Runner):
     def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:
         count = len(columns[0])
         padded = [column + [0] * (even(count) - count) for column in columns]
-        numbers = self._pinned(torch.tensor(padded, dtype=torch.int64))
+        numbers = pinned(torch.tensor(padded, dtype=torch.int64), self._device)
         return numbers.to(self._device, non_blocking=True)[:, :count].unbind()
-
-    def _pinned(self, numbers: Tensor) -> Tensor:
-        """In memory from where a copy to the device does not wait for what the device has yet to do."""
-        return numbers.pin_memory() if self._device.type == "cuda" else numbers
 
 
 def buckets(slots: int) -> list[int]:
     """Numbers of rows that steps of so many sequences have."""
     return [rows for rows in BUCKETS if rows < 2 * slots]
-
-
-def even(count: int) -> int:
-    """So many int64, or one more: what comes next begins at a multiple of 16 bytes, or kernels were compiled anew."""
-    return count + count % 2
 
 
 def chunk_sizes(most_rows: int) -> list[int]:
@@ -413,29 +392,6 @@ def working_memory(decoder: Decoder, config: EngineConfig) -> int:
     return chunk + captured + kept * decoder.spec.vocab_size * decoder.dtype.itemsize
 
 
-class Decoded:
-    """A decode step whose results may not have arrived yet. Log probabilities set out for the host at once."""
-
-    def __init__(self, ring: Ring, rows: int, logprobs: Logprobs | None) -> None:
-        """The results of the launch that was just made; the first ``rows`` are wanted."""
-        self._ring = ring
-        self._rows = rows
-        self._logprobs: Logprobs | None = on_its_way(logprobs)
-        self._number = ring.launched()
-
-    def take_back(self) -> None:
-        """Nobody is going to read the results."""
-        self._ring.take_back()
-
-    def result(self) -> StepResult:
-        """Wait for the results."""
-        results = self._ring.result(self._number)
-        tokens, statuses = results[:, : self._rows].tolist()
-        if self._logprobs is None:
-            return StepResult(tokens, statuses, [None] * self._rows, [])
-        return StepResult(tokens, statuses, by_row(torch.from_numpy(results[0]), self._logprobs)[: self._rows], [])
-
-
 class Parts:
     """A step whose spans were launched in several parts."""
 
@@ -445,11 +401,19 @@ class Parts:
 
     def result(self) -> StepResult:
         """Wait for the results; in the order of the spans."""
-        sampled, scored = {}, {}
+        brought: dict[int, Brought] = {}
         for members, launched in self._parts:
-            result = launched.result()
-            samples, scores = zip(result.tokens, result.statuses, result.logprobs), iter(result.scores)
-            sampled |= dict(zip([i for i in members if self._spans[i].sample], samples))
-            scored |= dict(zip([i for i in members if self._spans[i].scored], scores))
-        tokens, statuses, logprobs = zip(*(sampled[i] for i in sorted(sampled))) if sampled else ((), (), ())
-        return StepResult(list(tokens), list(statuses), list(logprobs), [scored[i] for i in sorted(scored)])
+            own = launched.result().by_span([self._spans[i] for i in members])
+            brought |= dict(zip(members, own))
+        ordered = [brought[i] for i in range(len(self._spans))]
+        samples = [sample for one in ordered for sample in one.sampled]
+        tokens, statuses, logprobs = zip(*samples) if samples else ((), (), ())
+        drafting = [one for one, span in zip(ordered, self._spans) if span.nodes]
+        return StepResult(
+            list(tokens),
+            list(statuses),
+            list(logprobs),
+            [one.scores for one in ordered if one.scores is not None],
+            [len(one.sampled) for one in drafting],
+            [one.drafted for one in drafting],
+        )

@@ -1,6 +1,6 @@
 """A step whose rows are drafted on the device: the host knows neither how long sequences are nor what was drafted.
 
-lay_out  [sequences]          the rows of the step, as far as there is room for them
+lay_out  [sequences]          the rows of the step
 settle   [sequences]          the accepted path goes to its sequence and to the host
 compact  [sequences, planes]  keys and values of accepted rows, to where they belong
 
@@ -45,7 +45,6 @@ class DraftRows(NamedTuple):
         sample_slots: int64 [rows], the same slots, but for idle rows one that nobody has.
         tiles: int32 [sequences, 4], see ``attention_gpu.plan_tiles``.
         starts: int32 [sequences], the first row of each.
-        counts: int32 [sequences], the nodes for which there was room.
     """
 
     slots: Any
@@ -56,7 +55,6 @@ class DraftRows(NamedTuple):
     sample_slots: Any
     tiles: Any
     starts: Any
-    counts: Any
 
 
 @triton.jit
@@ -64,7 +62,7 @@ def lay_out(
     inputs, lengths, trees, rows, history, max_length, spare_slot, total,
     SEQUENCES: tl.constexpr, NODES: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Give each sequence its rows: the root, and nodes of its tree as far as the ``total`` of rows goes.
+    """Give each sequence its rows, the root and the nodes of its tree: no more than the ``total`` of rows.
 
     ``lengths`` is int64 [slots]. SEQUENCES, PADDED and ROWS are powers of two from the sequences, NODES + 1 and total.
     """
@@ -72,14 +70,10 @@ def lay_out(
     number = tl.arange(0, SEQUENCES)
     active = tl.load(inputs.slots + number, mask=number < sequences, other=-1) >= 0
     count = tl.load(trees.counts + number, mask=active, other=0)
-    room = total - sequences
-    before = tl.sum(tl.where(number < own, count, 0), 0)
+    start = own + tl.sum(tl.where(number < own, count, 0), 0)
     nodes = tl.sum(tl.where(number == own, count, 0), 0)
-    nodes = tl.maximum(tl.minimum(nodes, room - before), 0)
-    start = own + tl.minimum(before, room)
     slot = tl.load(inputs.slots + own)
     tl.store(rows.starts + own, start)
-    tl.store(rows.counts + own, nodes)
     tile = rows.tiles + own * 4
     tl.store(tile, start)
     tl.store(tile + 1, tl.where(slot >= 0, nodes + 1, 0))
@@ -102,7 +96,7 @@ def lay_out(
         tl.store(rows.ancestors + at, tl.load(trees.ancestors + node, mask=drafted, other=1), mask=here)
     if own == sequences - 1:
         row = tl.arange(0, ROWS)
-        used = tl.sum(active.to(tl.int32), 0) + tl.minimum(tl.sum(count, 0), room)
+        used = tl.sum(active.to(tl.int32) + count, 0)
         idle = (row >= used) & (row < total)
         tl.store(rows.slots + row, tl.full([ROWS], -1, tl.int64), mask=idle)
         tl.store(rows.sample_slots + row, spare_slot + row * 0, mask=idle)
@@ -120,37 +114,39 @@ def settle(
     """Walk each tree by the tokens sampled at its rows, and append what the walk meets.
 
     Leaves the path in ``paths``, int32 [sequences, 1 + NODES], rows of the tree and then -1; and in the ring, int64
-    [PLACES, sequences, 2 + 3 * (1 + NODES)], how many nodes there were, how many rows the walk met, and of each its
-    token, its status, and its row among those of the step.
+    [PLACES, sequences, 3 + 3 * (1 + NODES)], how many nodes there were and how deep, how many rows the walk met, and of
+    each its token, its status, and its row among those of the step.
     """
     own, count = tl.program_id(0), tl.num_programs(0)
     slot = tl.load(inputs.slots + own)
     path = paths + own * (1 + NODES)
     if slot >= 0:
         node = tl.arange(0, PADDED)
-        nodes = tl.load(rows.counts + own)
+        nodes = tl.load(trees.counts + own)
         exists = node < nodes
         parents = tl.load(trees.parents + own * NODES + node, mask=exists, other=PADDED)
         tokens = tl.load(trees.tokens + own * NODES + node, mask=exists, other=-1)
         start = tl.load(rows.starts + own)
         length = tl.load(lengths + slot)
         place = tl.load(inputs.places + own)
-        words: tl.constexpr = 2 + 3 * (1 + NODES)
+        words: tl.constexpr = 3 + 3 * (1 + NODES)
         result = ring + (place * count + own) * words
         at = tl.zeros([], tl.int32)
         met = tl.zeros([], tl.int32)
         while at >= 0:
             token = tl.load(sampled + start + at)
             tl.store(path + met, at)
-            tl.store(result + 2 + 3 * met, token)
-            tl.store(result + 3 + 3 * met, tl.load(statuses + start + at).to(tl.int64))
-            tl.store(result + 4 + 3 * met, (start + at).to(tl.int64))
+            tl.store(result + 3 + 3 * met, token)
+            tl.store(result + 4 + 3 * met, tl.load(statuses + start + at).to(tl.int64))
+            tl.store(result + 5 + 3 * met, (start + at).to(tl.int64))
             if length + met < sequences.max_length:  # the host ends it there, later
                 add_token(sequences, slot, length + met, token)
             met += 1
             at = child_of(at, token, exists, parents, tokens, PADDED)
         tl.store(result, nodes.to(tl.int64))
-        tl.store(result + 1, met.to(tl.int64))
+        depths = tl.load(trees.depths + own * NODES + node, mask=exists, other=0)
+        tl.store(result + 1, tl.max(depths, 0).to(tl.int64))
+        tl.store(result + 2, met.to(tl.int64))
         tl.store(lengths + slot, tl.minimum(length + met, sequences.max_length))
         tl.store(inputs.places + own, tl.where(place + 1 < PLACES, place + 1, 0))
         if met <= NODES:

@@ -1,6 +1,5 @@
 """Decode steps that draft for themselves: the host launches the next before it knows what the last one brought."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,30 +9,14 @@ from freewheel.cache.pool import KVPool
 from freewheel.engine import draft_kernels as kernels
 from freewheel.engine.draft_kernels import DraftInputs, DraftRows
 from freewheel.engine.ring import Ring
-from freewheel.engine.runner import by_row, on_its_way
+from freewheel.engine.runner import StepResult, by_row, on_its_way
+from freewheel.engine.step import Graphs, even, pinned
 from freewheel.models.fused_decoder import Rows
 from freewheel.ops.launch import power
 from freewheel.request import TokenLogprobs
 from freewheel.sampling import Logprobs, SampleRows, Samples, SamplingState
 from freewheel.sampling.fused import sequences_of
 from freewheel.speculative.device import DeviceIndex, make_trees
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a step brought one sequence, on the host.
-
-    Attributes:
-        drafted: nodes of its tree.
-        tokens: the accepted ones and one more; -1 where the status is not OK, which ends it.
-        statuses: for each token, a :class:`freewheel.sampling.Status`.
-        logprobs: for each token, if the sequence asked for them.
-    """
-
-    drafted: int
-    tokens: list[int]
-    statuses: list[int]
-    logprobs: list[TokenLogprobs | None]
 
 
 class DeviceDrafts:
@@ -55,9 +38,8 @@ class DeviceDrafts:
         self.lengths = torch.zeros(len(state.history), dtype=torch.int64, device=pool.device)
         self.index = DeviceIndex(state.history, self.lengths)
 
-    def enter(self, slots: Tensor, lengths: Tensor) -> None:
-        """Other sequences are in these slots now: int64 [n] both, with so many tokens known."""
-        self.index.clear(slots)
+    def know(self, slots: Tensor, lengths: Tensor) -> None:
+        """So many tokens are known in slots, int64 [n] both: not fewer than before, unless these were cleared."""
         self.lengths[slots] = lengths
         self.index.extend(slots, many=True)
 
@@ -84,33 +66,40 @@ class DraftStep:
         def room(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        # Numbers that lie one behind the other begin at multiples of 16 bytes, or kernels were compiled anew.
-        self._inputs = room(torch.int64, len(DraftInputs._fields), sequences + sequences % 2)
+        self._inputs = room(torch.int64, len(DraftInputs._fields), even(sequences))
         self._columns = DraftInputs(*self._inputs[:, :sequences].unbind())
         self._trees = make_trees(sequences, self._nodes, device)
         self._depths = torch.full((sequences,), drafts.depth, dtype=torch.int32, device=device)
         self._paths = room(torch.int32, sequences, 1 + self._nodes)
         self._laid = DraftRows(
-            *room(torch.int64, 6, rows + rows % 2)[:, :rows].unbind(),
+            *room(torch.int64, 6, even(rows))[:, :rows].unbind(),
             tiles=room(torch.int32, sequences, 4),
             starts=room(torch.int32, sequences),
-            counts=room(torch.int32, sequences),
         )
         laid = self._laid
         self.rows = Rows(laid.slots, laid.positions, laid.tiles, laid.places, laid.ancestors)
         self.sample_rows = SampleRows(laid.sample_slots, laid.following)
-        self.ring = Ring(places, (sequences, 2 + 3 * (1 + self._nodes)), device)
+        self.ring = Ring(places, (sequences, 3 + 3 * (1 + self._nodes)), device)
+        self.graphs = Graphs()
+        self._put: tuple[list[int], list[int]] = ([], [])
+        self._expected: tuple[list[int], list[int]] | None = None  # slots and nodes that the inputs have
 
     def put(self, slots: list[int], most_nodes: list[int]) -> None:
-        """Let it have these sequences, and so many nodes for each; the others are idle."""
+        """Let it have these sequences, and so many nodes for each, for which there are rows; the others are idle."""
+        self._put, expected, self._expected = (slots, most_nodes), self._expected, None  # should anything below fail
+        if expected == self._put:
+            return
         idle = self._inputs.shape[1] - len(slots)
         columns = DraftInputs(
             slots=slots + [-1] * idle,
             most_nodes=most_nodes + [0] * idle,
             places=[self.ring.place] * self._inputs.shape[1],
         )
-        numbers = torch.tensor(columns)
-        self._inputs.copy_(numbers.pin_memory() if self._inputs.is_cuda else numbers, non_blocking=True)
+        self._inputs.copy_(pinned(torch.tensor(columns), self._inputs.device), non_blocking=True)
+
+    def forget(self) -> None:
+        """A step failed: the device may have other inputs than expected."""
+        self._expected = None
 
     def begin(self) -> None:
         """Draft, and lay out the rows."""
@@ -141,16 +130,18 @@ class DraftStep:
                 drafts.page_table.shape[1], self._nodes, pool.page_size, planes.shape[-1], power(planes.shape[-1]),
             )  # fmt: skip
 
-    def launched(self, count: int, logprobs: Logprobs | None) -> "Drafted":
-        """Take note of a launch of so many sequences."""
-        return Drafted(self.ring, count, logprobs)
+    def launched(self, logprobs: Logprobs | None) -> "Drafted":
+        """Take note of a launch of what was put there."""
+        drafted = Drafted(self.ring, self._put[1], logprobs)
+        self._expected = self._put
+        return drafted
 
 
 class Drafted:
     """A step that drafted, whose results may not have arrived yet."""
 
-    def __init__(self, ring: Ring, count: int, logprobs: Logprobs | None) -> None:
-        self._ring, self._count = ring, count
+    def __init__(self, ring: Ring, most_nodes: list[int], logprobs: Logprobs | None) -> None:
+        self._ring, self._most_nodes = ring, most_nodes
         self._logprobs: Logprobs | None = on_its_way(logprobs)
         self._number = ring.launched()
 
@@ -158,20 +149,24 @@ class Drafted:
         """Nobody is going to read the results."""
         self._ring.take_back()
 
-    def result(self) -> list[Run]:
+    def result(self) -> StepResult:
         """Wait for the results."""
-        results = self._ring.result(self._number)[: self._count].tolist()
-        paths = [[words[first : 2 + 3 * words[1] : 3] for first in (2, 3, 4)] for words in results]
-        by_rows: list[TokenLogprobs | None] | None = None
+        results = self._ring.result(self._number)[: len(self._most_nodes)].tolist()
+        tokens, statuses, rows = ([one for words in results for one in _path(words, part)] for part in range(3))
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if self._logprobs is not None:
-            tokens = torch.zeros(len(self._logprobs.rows), dtype=torch.int64)
-            for drawn, _, rows in paths:
-                tokens[rows] = torch.tensor(drawn)
-            by_rows = by_row(tokens, self._logprobs)
-        return [
-            Run(words[0], drawn, statuses, [by_rows[row] if by_rows else None for row in rows])
-            for words, (drawn, statuses, rows) in zip(results, paths)
-        ]
+            drawn = torch.zeros(len(self._logprobs.rows), dtype=torch.int64)
+            drawn[rows] = torch.tensor(tokens)
+            described = by_row(drawn, self._logprobs)
+            logprobs = [described[row] for row in rows]
+        drafting = [words for words, nodes in zip(results, self._most_nodes) if nodes]
+        runs, drafted = [words[2] for words in drafting], [(words[0], words[1]) for words in drafting]
+        return StepResult(tokens, statuses, logprobs, [], runs, drafted)
+
+
+def _path(words: list[int], part: int) -> list[int]:
+    """The tokens, the statuses or the rows of what ``settle`` left in the ring of a sequence."""
+    return words[3 + part : 3 + 3 * words[2] : 3]
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], warps: int, *args: Any) -> None:

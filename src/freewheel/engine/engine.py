@@ -3,7 +3,6 @@
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from math import isnan
 from operator import attrgetter
 from time import perf_counter
@@ -12,17 +11,19 @@ from typing import Any, NamedTuple
 from freewheel.cache.pool import KVPool
 from freewheel.cache.radix import Node, PrefixCache
 from freewheel.config import EngineConfig
-from freewheel.engine.drafting import Drafting
-from freewheel.engine.runner import Decoder, InFlight, Runner, Span, StepResult
+from freewheel.engine.drafting import Drafting, Pace, Table
+from freewheel.engine.runner import Decoder, InFlight, Runner, Sampled, Span, StepResult
 from freewheel.engine.scheduler import Capacity, Entry, pages_for, plan
 from freewheel.engine.stopping import cut, max_length, stop_ids
 from freewheel.request import FinishReason, Request, Sequence, StepOutput, TokenLogprobs
 from freewheel.sampling import Sampler, SamplingState, Status, choice_seed, random_seed
 from freewheel.sampling.params import shown
-from freewheel.speculative import DraftTree, NgramIndex, SpeculationMetrics
+from freewheel.sampling.state import EDITED
+from freewheel.speculative import NgramIndex, SpeculationMetrics
 
 # Scoring a prompt needs a row of logits for every token, as a draft does: a step's [rows, vocab_size] must stay small.
 MAX_SCORED_ROWS = 128
+MAX_DRAFT_ROWS = 512  # of a step whose drafts the device makes
 
 _rank = attrgetter("rank")
 
@@ -70,11 +71,9 @@ class Engine:
             raise ValueError(
                 f"max_model_len: {max_model_len} tokens do not fit into {pool.num_pages} pages of {pool.page_size}"
             )
-        speculates = config.speculates(pool.device.type)
-        if speculates and (pool.device.type != "cpu" or config.fused):
-            raise ValueError(
-                "speculation must not be True on CUDA devices or with fused=True: it is built for CPUs so far"
-            )
+        speculates, kernels = config.speculates(pool.device.type), config.uses_kernels(pool.device.type)
+        if speculates and pool.device.type != "cpu" and not kernels:
+            raise ValueError("speculation must not be True on CUDA devices with fused=False: there kernels draft")
         self.config = config
         self.max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -101,8 +100,12 @@ class Engine:
         default = 1 if pool.device.type == "cuda" else 0
         self._lookahead = default if config.lookahead is None else config.lookahead
         self._drafting: Drafting | None = None
+        self._pace = Pace()
+        self._drafts_ahead = speculates and kernels
         if speculates:
-            self._drafting, self._lookahead = Drafting(config, corpus), 0
+            self._drafting = Drafting(config, Table() if kernels else self._pace, corpus)
+            if not kernels:
+                self._lookahead = 0
         self._most_rows = config.most_rows(pool.device.type)
         self.preemptions = 0
 
@@ -221,7 +224,8 @@ class Engine:
         rows = self._schedule()
         if rows:
             if self._drafting is not None:
-                self._draft(rows, self._drafting)
+                draft = self._draft_ahead if self._drafts_ahead else self._draft
+                draft(rows, self._drafting)
             try:
                 flight = self._launch([row.span for row in rows])
             except BaseException:
@@ -230,20 +234,21 @@ class Engine:
                 raise
             self._flights.append((rows, flight))
             for sequence, span, _ in rows:
-                sequence.launched = span.start + span.rows
-                sequence.pending += span.sample
+                sequence.launched = span.start + span.rows + span.nodes
+                sequence.pending += span.sample + span.nodes
+                sequence.slack += span.nodes
         if self._flights and (not rows or len(self._flights) > self._lookahead):
             rows, launched = self._flights.popleft()
             self._retire(rows, launched.result())
         return self._take_outputs()
 
     def _launch(self, spans: list[Span]) -> InFlight:
-        if self._drafting is None:
+        if self._drafting is None or self._drafts_ahead:
             return self._runner.launch(spans)
         began = perf_counter()
         flight = self._runner.launch(spans)
         if all(span.draft or span.rows == 1 for span in spans):  # what prompts take says nothing about drafts
-            self._drafting.pace.observe(sum(span.rows for span in spans), perf_counter() - began)
+            self._pace.observe(sum(span.rows for span in spans), perf_counter() - began)
         return flight
 
     def check(self) -> None:
@@ -351,6 +356,38 @@ class Engine:
         if needs:
             self._secure(needs)
 
+    def _draft_ahead(self, rows: list["_Row"], drafting: Drafting) -> None:
+        """Let the device draft for those who decode, by rank, as far as rows and pages are left.
+
+        The host goes on as if all were accepted: it knows how far a sequence gets at most.
+        """
+        decoding = [i for i, row in enumerate(rows) if row.span.rows == 1 and row.span.sample and not row.span.scored]
+        if not decoding:
+            return
+        drafting.price(len(decoding))
+        left = min(self._most_rows - sum(row.span.rows for row in rows), MAX_DRAFT_ROWS - len(decoding))
+        size, pages = self._pool.page_size, self._cache.available
+        needs: list[tuple[Sequence, int]] = []
+        for i in decoding:
+            sequence, span, _ = rows[i]
+            most = min(
+                left,
+                (len(sequence.pages) + pages) * size - span.start - 1,
+                sequence.max_length - sequence.length - 1,
+            )
+            if self._state.settings[sequence.slot].needs & EDITED:  # the kernels edit one row of a sequence
+                most = 0
+            nodes = drafting.nodes(sequence, most) if most > 0 else 0
+            if nodes or sequence.slack:
+                rows[i] = rows[i]._replace(span=span._replace(nodes=nodes, follows=sequence.slack > 0))
+            if nodes:
+                left -= nodes
+                end = span.start + 1 + nodes
+                pages -= max(pages_for(end, size) - len(sequence.pages), 0)
+                needs.append((sequence, end))
+        if needs:
+            self._secure(needs)
+
     def _candidates(self, offers: dict[int, "_Offer"]) -> Iterator[Entry]:
         """Waiting sequences with what the prefix cache offers them, looked up as the scheduler gets to them."""
         size = self._pool.page_size
@@ -418,6 +455,7 @@ class Engine:
             output_ids=sequence.output_ids,
             checked=True,
         )
+        self._runner.enter(slot)
 
     def _end_ids(self, stops: Iterable[int]) -> list[int]:
         """What ``min_tokens`` holds back: all that ends a sequence, and the model's ends even if they are ignored."""
@@ -456,7 +494,7 @@ class Engine:
         self._slots.append(sequence.slot)
         sequence.slot = -1
         sequence.stay += 1
-        sequence.pending = 0
+        sequence.pending = sequence.slack = 0
         sequence.ngrams = None
 
     def _remove_waiting(self, sequence: Sequence) -> None:
@@ -464,25 +502,23 @@ class Engine:
 
     def _retire(self, rows: list["_Row"], result: StepResult) -> None:
         """Hand each sequence what the step brought it, unless it has ended or left its slot since."""
-        samples = zip(result.tokens, result.statuses, result.logprobs)
-        scores, runs = iter(result.scores), iter(result.runs)
         caching, size = self.config.enable_prefix_caching, self._pool.page_size
-        for sequence, span, stay in rows:
-            sampled: list[_Sampled] = list(islice(samples, next(runs) if span.draft else span.sample))
+        brought = result.by_span([row.span for row in rows])
+        for (sequence, span, stay), (sampled, scored, drafted) in zip(rows, brought):
             accepted = len(sampled) - 1  # of a draft
-            scored = next(scores) if span.scored else None
             if stay != sequence.stay:
                 continue
             output = StepOutput(sequence.request.request_id, sequence.index)
             error = None if scored is None else _add_scores(sequence, scored)
             if sampled:
-                sequence.pending -= 1
+                sequence.pending -= 1 + span.nodes
+                sequence.slack -= span.nodes
                 error = error or self._add_run(sequence, sampled, output)
             # Not less than before: pages of others may have been taken over meanwhile.
-            computed = span.start + (len(output.token_ids) if span.draft else span.rows)
+            computed = len(sequence.tokens) - 1 if sampled else span.start + span.rows
             sequence.computed = max(sequence.computed, computed)
-            if span.draft:
-                self._settle(sequence, span.draft, accepted, output)
+            if span.draft or span.nodes:
+                self._settle(sequence, drafted, accepted, output)
             elif not sampled and sequence.computed == len(sequence.tokens):  # nothing but the prompt was asked for
                 output.finish_reason = FinishReason.LENGTH
             if error is not None:
@@ -502,7 +538,7 @@ class Engine:
             elif output.token_ids:
                 self._outputs.append(output)
 
-    def _add_run(self, sequence: Sequence, run: list["_Sampled"], output: StepOutput) -> str | None:
+    def _add_run(self, sequence: Sequence, run: list[Sampled], output: StepOutput) -> str | None:
         """Append what was drawn, up to where the sequence ends; return an error if the draw failed before that."""
         error = ERRORS.get(run[-1][1])  # a walk ends where it fails
         if error is not None:
@@ -520,13 +556,14 @@ class Engine:
             output.logprobs = [logprobs for _, _, logprobs in run[:count] if logprobs is not None]
         return None if output.finish_reason else error
 
-    def _settle(self, sequence: Sequence, tree: DraftTree, accepted: int, output: StepOutput) -> None:
-        """Count what a draft brought, and give back pages that only rejected rows needed."""
+    def _settle(self, sequence: Sequence, drafted: tuple[int, int], accepted: int, output: StepOutput) -> None:
+        """Count what a draft of so many nodes, so deep, brought; give back pages that only rejected rows needed."""
         assert sequence.budget is not None
-        sequence.budget.observe(max(tree.depths), accepted)
-        sequence.launched = sequence.computed
-        output.drafted, output.accepted = len(tree.tokens), min(accepted, len(output.token_ids))
-        needed = pages_for(len(sequence.tokens), self._pool.page_size)
+        nodes, depth = drafted
+        sequence.budget.observe(depth, accepted)
+        sequence.launched = sequence.length - 1
+        output.drafted, output.accepted = nodes, min(accepted, len(output.token_ids))
+        needed = pages_for(max(sequence.length - 1, len(sequence.tokens)), self._pool.page_size)
         self._cache.release(sequence.pages[needed:])
         del sequence.pages[needed:]
 
@@ -572,10 +609,6 @@ class Engine:
     def _take_outputs(self) -> list[StepOutput]:
         outputs, self._outputs = self._outputs, []
         return outputs
-
-
-_Sampled = tuple[int, int, TokenLogprobs | None]
-"""A token, its status and its log probabilities."""
 
 
 class _Row(NamedTuple):

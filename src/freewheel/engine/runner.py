@@ -4,8 +4,9 @@ The sampling state owns tokens and the pool owns page tables, both by slot. So a
 positions: key-value places and pages are looked up on the host, tokens where their tensor is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -34,6 +35,9 @@ class Span(NamedTuple):
         sample: draw the token that follows the last row; of a draft, at each row, and keep those that its walk meets.
         scored: positions in the span whose logits score the prompt token that follows.
         alternatives: most likely tokens to report for each scored position.
+        draft: what the host drafted.
+        nodes: most nodes that the device may draft behind the last row.
+        follows: the device alone knows where the row is: behind what steps in flight bring, and not after ``start``.
     """
 
     slot: int
@@ -43,6 +47,8 @@ class Span(NamedTuple):
     scored: range = range(0)
     alternatives: int = 0
     draft: DraftTree | None = None
+    nodes: int = 0
+    follows: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,8 @@ class StepResult:
         statuses: for each token, a :class:`freewheel.sampling.Status`.
         logprobs: for each token, if its span asked for them.
         scores: for each span with scored positions in order.
-        runs: for each span with a draft in order, how many of the tokens are its.
+        runs: for each span with a draft or nodes in order, how many of the tokens are its.
+        drafted: for each span with nodes in order, how many there were, and how deep.
     """
 
     tokens: list[int]
@@ -63,6 +70,31 @@ class StepResult:
     logprobs: list[TokenLogprobs | None]
     scores: list[list[TokenLogprobs]]
     runs: Sequence[int] = ()
+    drafted: Sequence[tuple[int, int]] = ()
+
+    def by_span(self, spans: Sequence[Span]) -> Iterator["Brought"]:
+        """The same for each span."""
+        samples, scores = zip(self.tokens, self.statuses, self.logprobs), iter(self.scores)
+        runs, drafted = iter(self.runs), iter(self.drafted)
+        for span in spans:
+            count = next(runs) if span.draft or span.nodes else span.sample
+            yield Brought(
+                list(islice(samples, count)),
+                next(scores) if span.scored else None,
+                next(drafted) if span.nodes else _size(span.draft),
+            )
+
+
+Sampled = tuple[int, int, TokenLogprobs | None]
+"""A token, its status and its log probabilities."""
+
+
+class Brought(NamedTuple):
+    """What a step brought a span."""
+
+    sampled: list[Sampled]
+    scores: list[TokenLogprobs] | None
+    drafted: tuple[int, int]
 
 
 class InFlight(Protocol):
@@ -147,6 +179,9 @@ class Runner:
         """Run the spans' rows and draw. Tokens are appended to the sampling state."""
         batch, slots, following = self._batch(spans)
         return self._draw(spans, self._decoder.forward(batch, self._pool.layers), slots, following)
+
+    def enter(self, slot: int) -> None:
+        """Another sequence has the slot."""
 
     def _draw(self, spans: Sequence[Span], logits: Tensor, slots: Tensor, following: Tensor) -> Launched:
         """Draw and score from the wanted rows' logits; slots and following positions are those of :meth:`_batch`."""
@@ -265,6 +300,11 @@ class Runner:
     def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:
         """Lists of one length as int64, in one copy."""
         return torch.tensor(columns, dtype=torch.int64, device=self._device).unbind()
+
+
+def _size(draft: DraftTree | None) -> tuple[int, int]:
+    """How many nodes there are, and how deep."""
+    return (0, 0) if draft is None else (len(draft.tokens), max(draft.depths))
 
 
 def _ancestors(draft: DraftTree | None) -> list[int] | None:

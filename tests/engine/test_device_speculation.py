@@ -1,0 +1,134 @@
+"""An engine whose device drafts gives the answers of one that does not. Without a device kernels are interpreted."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from freewheel.engine.runner import Runner
+from freewheel.request import Request
+from freewheel.sampling import SamplingParams
+
+pytest.importorskip("triton", reason="Triton is made for Linux only")
+
+from mock_model import Collected, collect, run
+from test_device_runner import DEVICE, make_engine
+
+from freewheel.engine.device_runner import DeviceRunner
+from freewheel.engine.drafting import Table
+from freewheel.engine.engine import Engine
+
+pytestmark = pytest.mark.usefixtures("few_programs", "cheap_drafts")
+ASKED: list[tuple[list[int], dict[str, Any]]] = [
+    ([5, 6, 7, 5, 6], {"temperature": 0.0, "max_tokens": 20}),
+    ([11, 12, 11, 12, 11, 12], {"temperature": 0.6, "logprobs": 2, "max_tokens": 12}),
+    ([20, 21], {"temperature": 0.3, "max_tokens": 9, "n": 2}),
+    ([30, 31, 32], {"temperature": 0.3, "max_tokens": 8, "frequency_penalty": 0.5}),
+    ([40, 41, 42, 43], {"temperature": 0.0, "max_tokens": 6, "prompt_logprobs": 1}),
+]
+
+
+@pytest.fixture(scope="module")
+def copying_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One in which a token depends above all on the one before it, so that the same ones come again and again."""
+    folder = tmp_path_factory.mktemp("models") / "copying"
+    shutil.copytree(tiny_model, folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if "o_proj" in name or "down_proj" in name:
+            weight.mul_(0.1)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there are many."""
+    monkeypatch.setattr(Table, "cost", lambda *_: 0.02)
+
+
+def requests() -> list[Request]:
+    return [
+        Request(f"r{i}", tuple(prompt), SamplingParams(seed=i, ignore_eos=True, **params))
+        for i, (prompt, params) in enumerate(ASKED)
+    ]
+
+
+def assert_same(got: Collected, expected: Collected) -> None:
+    assert got.tokens == expected.tokens
+    assert got.finish_reason is expected.finish_reason
+    assert len(got.logprobs) == len(expected.logprobs)
+    for mine, other in zip(got.logprobs, expected.logprobs):
+        assert mine.token_ids == other.token_ids
+        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def expected(copying_model: Path) -> dict[tuple[str, int], Collected]:
+    return run(make_engine(copying_model, "cpu", Runner), requests())
+
+
+def speculating(path: Path, lookahead: int, **options: Any) -> Engine:
+    engine = make_engine(path, DEVICE, DeviceRunner, lookahead, speculation=True, **options)
+    assert engine.speculation is not None
+    return engine
+
+
+@pytest.mark.parametrize(("lookahead", "width", "nodes"), [(0, 1, 3), (1, 1, 6), (3, 3, 5)])
+def test_answers_are_those_without_drafts(
+    copying_model: Path, expected: dict[tuple[str, int], Collected], lookahead: int, width: int, nodes: int
+) -> None:
+    """Of requests that join and end one after the other, however far the host is behind."""
+    engine = speculating(copying_model, lookahead, draft_width=width, draft_nodes=nodes, draft_depth=3)
+    got = run(engine, requests())
+    assert got.keys() == expected.keys()
+    for key, one in expected.items():
+        assert_same(got[key], one)
+    metrics = engine.speculation
+    assert metrics is not None
+    assert 4 < metrics.accepted < metrics.drafted
+    engine.check()
+
+
+def test_aborts_leave_the_others_alone(copying_model: Path, expected: dict[tuple[str, int], Collected]) -> None:
+    """While drafts are in flight; others take over the slots."""
+    engine = speculating(copying_model, 2, draft_nodes=3)
+    waiting = requests()
+    got: dict[tuple[str, int], Collected] = {}
+    for step in range(200):
+        if step % 3 == 0 and waiting:
+            engine.add(waiting.pop())
+        if step == 8:
+            engine.abort("r4")
+            engine.abort("r2")
+        collect(engine.step(), got)
+        engine.check()
+        if not (waiting or engine.has_unfinished):
+            break
+    assert not engine.has_unfinished
+    for key, one in expected.items():
+        if key[0] not in ("r2", "r4"):
+            assert_same(got[key], one)
+
+
+@pytest.mark.parametrize("fails", ["_sample", "_forward"])
+def test_a_step_that_fails_changes_no_answer(
+    copying_model: Path, expected: dict[tuple[str, int], Collected], fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = speculating(copying_model, 1, draft_nodes=3)
+    [request] = requests()[:1]
+    engine.add(request)
+    got: dict[tuple[str, int], Collected] = {}
+    while len(got.get(("r0", 0), Collected()).tokens) < 6:
+        collect(engine.step(), got)
+    original: Callable[..., Any] = getattr(DeviceRunner, fails)
+    with monkeypatch.context() as broken:
+        broken.setattr(DeviceRunner, fails, lambda *args: [original(*args), 1 / 0])
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    while engine.has_unfinished:
+        collect(engine.step(), got)
+    assert_same(got["r0", 0], expected["r0", 0])
