@@ -466,24 +466,27 @@ class Engine:
         """Hand each sequence what the step brought it, unless it has ended or left its slot since."""
         samples = zip(result.tokens, result.statuses, result.logprobs)
         scores, runs = iter(result.scores), iter(result.runs)
-        caching, size = self.config.enable_prefix_caching, self._pool.page_size
+        caching, size, drafting = self.config.enable_prefix_caching, self._pool.page_size, self._drafting
         for sequence, span, stay in rows:
-            sampled: list[_Sampled] = list(islice(samples, next(runs) if span.draft else span.sample))
-            accepted = len(sampled) - 1  # of a draft
+            draft = span.draft
+            walked = list(islice(samples, next(runs))) if draft else None
+            sampled = next(samples) if span.sample and not draft else None
             scored = next(scores) if span.scored else None
             if stay != sequence.stay:
                 continue
-            output = StepOutput(sequence.request.request_id, sequence.index)
             error = None if scored is None else _add_scores(sequence, scored)
-            if sampled:
+            output = StepOutput(sequence.request.request_id, sequence.index)
+            if draft and walked:
+                error = self._add_walked(sequence, span.start, draft, walked, output)
+            else:  # Not less than before: pages of others may have been taken over meanwhile.
+                sequence.computed = max(sequence.computed, span.start + span.rows)
+            if sampled is not None:
+                token, status, logprobs = sampled
                 sequence.pending -= 1
-                error = error or self._add_run(sequence, sampled, output)
-            # Not less than before: pages of others may have been taken over meanwhile.
-            computed = span.start + (len(output.token_ids) if span.draft else span.rows)
-            sequence.computed = max(sequence.computed, computed)
-            if span.draft:
-                self._settle(sequence, span.draft, accepted, output)
-            elif not sampled and sequence.computed == len(sequence.tokens):  # nothing but the prompt was asked for
+                error = ERRORS.get(status, error)
+                if error is None:
+                    self._add_run(sequence, [token], None if logprobs is None else [logprobs], output)
+            elif not draft and sequence.computed == len(sequence.tokens):  # nothing but the prompt was asked for
                 output.finish_reason = FinishReason.LENGTH
             if error is not None:
                 output.finish_reason, output.error = FinishReason.ERROR, error
@@ -495,40 +498,51 @@ class Engine:
                 if len(sequence.tokens) - len(output.token_ids) == sequence.prompt_length:  # the first there is
                     output.prompt_logprobs = sequence.prompt_logprobs
                     output.cached_tokens = sequence.cached_tokens
-            if self._drafting is not None and output.token_ids:
-                self._drafting.metrics.observe(output.drafted, output.accepted)
+            if drafting is not None and output.token_ids:
+                drafting.metrics.observe(output.drafted, output.accepted)
             if output.finish_reason is not None:
                 self._end(sequence, output)
             elif output.token_ids:
                 self._outputs.append(output)
 
-    def _add_run(self, sequence: Sequence, run: list["_Sampled"], output: StepOutput) -> str | None:
-        """Append what was drawn, up to where the sequence ends; return an error if the draw failed before that."""
-        error = ERRORS.get(run[-1][1])  # a walk ends where it fails
-        if error is not None:
-            run.pop()
-            if not run:
-                return error
-        tokens = [token for token, _, _ in run]
-        count, output.finish_reason = cut(tokens, sequence.stop_ids, sequence.max_length - len(sequence.tokens))
-        del tokens[count:]
+    def _add_run(
+        self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None, output: StepOutput
+    ) -> None:
+        """Append new tokens, up to where the sequence ends."""
+        room = sequence.max_length - len(sequence.tokens)
+        count, output.finish_reason = cut(tokens, sequence.stop_ids, room)
+        if count < len(tokens):
+            tokens, logprobs = tokens[:count], logprobs and logprobs[:count]
         if output.finish_reason is FinishReason.STOP:
             output.stop_reason = sequence.stop_ids[tokens[-1]]
         sequence.tokens += tokens
-        output.token_ids = tokens
-        if run[0][2] is not None:
-            output.logprobs = [logprobs for _, _, logprobs in run[:count] if logprobs is not None]
-        return None if output.finish_reason else error
+        output.token_ids, output.logprobs = tokens, logprobs
 
-    def _settle(self, sequence: Sequence, tree: DraftTree, accepted: int, output: StepOutput) -> None:
-        """Count what a draft brought, and give back pages that only rejected rows needed."""
+    def _add_walked(
+        self,
+        sequence: Sequence,
+        start: int,
+        draft: DraftTree,
+        walked: list[tuple[int, int, TokenLogprobs | None]],
+        output: StepOutput,
+    ) -> str | None:
+        """Append what a draft's walk brought (token, status and log probabilities of each row), note what became of it,
+        and give back pages that only rejected rows needed; return an error if a draw failed before the end."""
+        tokens = [token for token, status, _ in walked if not status]
+        error = ERRORS.get(walked[-1][1])  # a walk ends where the draw fails
+        if tokens:
+            logprobs = [entry for _, _, entry in walked if entry is not None]
+            self._add_run(sequence, tokens, logprobs or None, output)
+        accepted = len(walked) - 1
+        output.drafted, output.accepted = len(draft.tokens), min(accepted, len(output.token_ids))
         assert sequence.budget is not None
-        sequence.budget.observe(max(tree.depths), accepted)
-        sequence.launched = sequence.computed
-        output.drafted, output.accepted = len(tree.tokens), min(accepted, len(output.token_ids))
+        sequence.budget.observe(max(draft.depths), accepted)
+        sequence.pending -= 1
+        sequence.computed = sequence.launched = start + len(output.token_ids)
         needed = pages_for(len(sequence.tokens), self._pool.page_size)
         self._cache.release(sequence.pages[needed:])
         del sequence.pages[needed:]
+        return None if output.finish_reason else error
 
     def _share(self, sequence: Sequence) -> None:
         """Exchange pages with the prefix tree: full ones go in, and what others computed meanwhile is taken over."""
@@ -572,10 +586,6 @@ class Engine:
     def _take_outputs(self) -> list[StepOutput]:
         outputs, self._outputs = self._outputs, []
         return outputs
-
-
-_Sampled = tuple[int, int, TokenLogprobs | None]
-"""A token, its status and its log probabilities."""
 
 
 class _Row(NamedTuple):
