@@ -45,12 +45,14 @@ def test_impossible_demands_are_refused() -> None:
 
 def test_slots_that_do_not_fit_beside_the_cache_are_refused_with_numbers() -> None:
     config = EngineConfig(max_num_seqs=10**6, max_num_batched_tokens=10**6)
-    sizes = {"context_length": 1024, "bytes_per_token": 1024}
+    sizes: dict[str, Any] = {"context_length": 1024, "bytes_per_token": 1024}
     with pytest.raises(
         ValueError, match=r"max_num_seqs: 1000000 slots for 1024 tokens need 8.11 GiB.* 6.67 GiB are free"
     ):
         size_pool(config, **sizes, available=10 << 30)
     assert size_pool(config, **sizes, available=20 << 30).max_model_len == 1024
+    with pytest.raises(ValueError, match=r"need 46.2. GiB.* 13.33 GiB are free"):
+        size_pool(config, **sizes, available=20 << 30, speculates=True)
 
 
 def test_the_free_memory_of_this_machine_is_known() -> None:

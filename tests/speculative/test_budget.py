@@ -108,6 +108,18 @@ def test_what_does_not_pay_even_if_all_is_accepted_is_never_tried() -> None:
     assert not any(budget.nodes() for _ in range(5000))
 
 
+def test_other_times_count_from_then_on() -> None:
+    budget = Budget({1: 1.0, 9: 1.8})
+    assert budget.nodes() == 2
+    budget.price(step_times({1: 1.0, 3: 1.02}))
+    assert budget.nodes() == 2
+    budget.price(step_times({1: 1.0, 2: 1.6}))
+    budget.observe(1, 0)
+    assert not any(budget.nodes() for _ in range(59)), "a trial may cost a hundredth of its pause"
+    budget.price(step_times({1: 1.0, 2: 1.0}))
+    assert [budget.nodes() for _ in range(2)] == [0, 1], "a pause that has begun goes on"
+
+
 def test_outcomes_are_checked() -> None:
     for depth, accepted in ((1, 2), (1, -1), (-1, -1)):
         with pytest.raises(ValueError, match="accepted"):

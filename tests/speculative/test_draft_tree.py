@@ -198,3 +198,10 @@ def test_repetition_is_drafted_to_the_full_depth() -> None:
     tree = draft(extended([3, 4, 3, 4, 3, 4]), width=1, depth=7, nodes=7)
     assert tree is not None
     assert tree.tokens == (3, 4, 3, 4, 3, 4, 3)
+
+
+def test_a_chain_has_no_branch() -> None:
+    assert DraftTree().is_chain
+    assert DraftTree((5, 6, 5), (-1, 0, 1)).is_chain
+    assert not DraftTree((5, 6, 5), (-1, 0, 0)).is_chain
+    assert not DraftTree((5, 6), (-1, -1)).is_chain

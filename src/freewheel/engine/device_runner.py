@@ -406,14 +406,14 @@ class Parts:
             own = launched.result().by_span([self._spans[i] for i in members])
             brought |= dict(zip(members, own))
         ordered = [brought[i] for i in range(len(self._spans))]
-        samples = [sample for one in ordered for sample in one.sampled]
+        samples = [sample for one, walked, *_ in ordered for sample in walked or ([one] if one else [])]
         tokens, statuses, logprobs = zip(*samples) if samples else ((), (), ())
-        drafting = [one for one, span in zip(ordered, self._spans) if span.nodes]
+        drafting = [(len(walked), drafted) for _, walked, _, drafted in ordered if walked is not None]
         return StepResult(
             list(tokens),
             list(statuses),
             list(logprobs),
-            [one.scores for one in ordered if one.scores is not None],
-            [len(one.sampled) for one in drafting],
-            [one.drafted for one in drafting],
+            [scores for _, _, scores, _ in ordered if scores is not None],
+            [run for run, _ in drafting],
+            [drafted for _, drafted in drafting],
         )

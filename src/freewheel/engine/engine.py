@@ -502,25 +502,27 @@ class Engine:
 
     def _retire(self, rows: list["_Row"], result: StepResult) -> None:
         """Hand each sequence what the step brought it, unless it has ended or left its slot since."""
-        caching, size = self.config.enable_prefix_caching, self._pool.page_size
+        caching, size, drafting = self.config.enable_prefix_caching, self._pool.page_size, self._drafting
         brought = result.by_span([row.span for row in rows])
-        for (sequence, span, stay), (sampled, scored, drafted) in zip(rows, brought):
-            accepted = len(sampled) - 1  # of a draft
+        for (sequence, span, stay), (sampled, walked, scored, drafted) in zip(rows, brought):
             if stay != sequence.stay:
                 continue
-            output = StepOutput(sequence.request.request_id, sequence.index)
             error = None if scored is None else _add_scores(sequence, scored)
-            if sampled:
-                sequence.pending -= 1 + span.nodes
-                sequence.slack -= span.nodes
-                error = error or self._add_run(sequence, sampled, output)
-            # Not less than before: pages of others may have been taken over meanwhile.
-            computed = len(sequence.tokens) - 1 if sampled else span.start + span.rows
-            sequence.computed = max(sequence.computed, computed)
-            if span.draft or span.nodes:
-                self._settle(sequence, drafted, accepted, output)
-            elif not sampled and sequence.computed == len(sequence.tokens):  # nothing but the prompt was asked for
-                output.finish_reason = FinishReason.LENGTH
+            output = StepOutput(sequence.request.request_id, sequence.index)
+            if walked is not None:
+                error = self._add_walked(sequence, span, drafted, walked, output)
+            else:
+                if sampled is not None:
+                    token, status, logprobs = sampled
+                    sequence.pending -= 1
+                    error = ERRORS.get(status, error)
+                    if error is None:
+                        self._add_run(sequence, [token], None if logprobs is None else [logprobs], output)
+                # Not less than before: pages of others may have been taken over meanwhile.
+                computed = len(sequence.tokens) - 1 if span.follows else span.start + span.rows
+                sequence.computed = max(sequence.computed, computed)
+                if sampled is None and computed == len(sequence.tokens):  # nothing but the prompt was asked for
+                    output.finish_reason = FinishReason.LENGTH
             if error is not None:
                 output.finish_reason, output.error = FinishReason.ERROR, error
             elif caching and len(sequence.tokens) // size > sequence.node.depth:  # a page more may be full
@@ -531,41 +533,54 @@ class Engine:
                 if len(sequence.tokens) - len(output.token_ids) == sequence.prompt_length:  # the first there is
                     output.prompt_logprobs = sequence.prompt_logprobs
                     output.cached_tokens = sequence.cached_tokens
-            if self._drafting is not None and output.token_ids:
-                self._drafting.metrics.observe(output.drafted, output.accepted)
+            if drafting is not None and output.token_ids:
+                drafting.metrics.observe(output.drafted, output.accepted)
             if output.finish_reason is not None:
                 self._end(sequence, output)
             elif output.token_ids:
                 self._outputs.append(output)
 
-    def _add_run(self, sequence: Sequence, run: list[Sampled], output: StepOutput) -> str | None:
-        """Append what was drawn, up to where the sequence ends; return an error if the draw failed before that."""
-        error = ERRORS.get(run[-1][1])  # a walk ends where it fails
-        if error is not None:
-            run.pop()
-            if not run:
-                return error
-        tokens = [token for token, _, _ in run]
-        count, output.finish_reason = cut(tokens, sequence.stop_ids, sequence.max_length - len(sequence.tokens))
-        del tokens[count:]
+    def _add_run(
+        self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None, output: StepOutput
+    ) -> None:
+        """Append new tokens, up to where the sequence ends."""
+        room = sequence.max_length - len(sequence.tokens)
+        count, output.finish_reason = cut(tokens, sequence.stop_ids, room)
+        if count < len(tokens):
+            tokens, logprobs = tokens[:count], logprobs and logprobs[:count]
         if output.finish_reason is FinishReason.STOP:
             output.stop_reason = sequence.stop_ids[tokens[-1]]
         sequence.tokens += tokens
-        output.token_ids = tokens
-        if run[0][2] is not None:
-            output.logprobs = [logprobs for _, _, logprobs in run[:count] if logprobs is not None]
-        return None if output.finish_reason else error
+        output.token_ids, output.logprobs = tokens, logprobs
 
-    def _settle(self, sequence: Sequence, drafted: tuple[int, int], accepted: int, output: StepOutput) -> None:
-        """Count what a draft of so many nodes, so deep, brought; give back pages that only rejected rows needed."""
+    def _add_walked(
+        self,
+        sequence: Sequence,
+        span: Span,
+        drafted: tuple[int, int],
+        walked: list[Sampled],
+        output: StepOutput,
+    ) -> str | None:
+        """Append what the walk through a draft of so many nodes, so deep, brought, and note what became of it.
+
+        Pages that only rejected rows needed are given back. An error is returned if a draw failed before the end.
+        """
+        tokens = [token for token, status, _ in walked if not status]
+        error = ERRORS.get(walked[-1][1])  # a walk ends where the draw fails
+        sequence.pending -= 1 + span.nodes
+        sequence.slack -= span.nodes
+        if tokens:
+            logprobs = [entry for _, _, entry in walked if entry is not None]
+            self._add_run(sequence, tokens, logprobs or None, output)
+        accepted = len(walked) - 1
+        output.drafted, output.accepted = drafted[0], min(accepted, len(output.token_ids))
         assert sequence.budget is not None
-        nodes, depth = drafted
-        sequence.budget.observe(depth, accepted)
-        sequence.launched = sequence.length - 1
-        output.drafted, output.accepted = nodes, min(accepted, len(output.token_ids))
-        needed = pages_for(max(sequence.length - 1, len(sequence.tokens)), self._pool.page_size)
+        sequence.budget.observe(drafted[1], accepted)
+        sequence.computed, sequence.launched = len(sequence.tokens) - 1, sequence.length - 1
+        needed = pages_for(max(sequence.launched, len(sequence.tokens)), self._pool.page_size)
         self._cache.release(sequence.pages[needed:])
         del sequence.pages[needed:]
+        return None if output.finish_reason else error
 
     def _share(self, sequence: Sequence) -> None:
         """Exchange pages with the prefix tree: full ones go in, and what others computed meanwhile is taken over."""

@@ -77,24 +77,20 @@ class StepResult:
         samples, scores = zip(self.tokens, self.statuses, self.logprobs), iter(self.scores)
         runs, drafted = iter(self.runs), iter(self.drafted)
         for span in spans:
-            count = next(runs) if span.draft or span.nodes else span.sample
-            yield Brought(
-                list(islice(samples, count)),
-                next(scores) if span.scored else None,
-                next(drafted) if span.nodes else _size(span.draft),
-            )
+            draft, nodes, scored = span.draft, span.nodes, next(scores) if span.scored else None
+            if draft or nodes:
+                size = next(drafted) if draft is None else (len(draft.tokens), max(draft.depths))
+                yield None, list(islice(samples, next(runs))), scored, size
+            else:
+                yield next(samples) if span.sample else None, None, scored, (0, 0)
 
 
 Sampled = tuple[int, int, TokenLogprobs | None]
 """A token, its status and its log probabilities."""
 
-
-class Brought(NamedTuple):
-    """What a step brought a span."""
-
-    sampled: list[Sampled]
-    scores: list[TokenLogprobs] | None
-    drafted: tuple[int, int]
+Brought = tuple[Sampled | None, list[Sampled] | None, list[TokenLogprobs] | None, tuple[int, int]]
+"""What a step brought a span: the token drawn for it; or, with a draft or nodes, all that the walk met; its scores; and
+how many nodes there were, and how deep."""
 
 
 class InFlight(Protocol):
@@ -300,11 +296,6 @@ class Runner:
     def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:
         """Lists of one length as int64, in one copy."""
         return torch.tensor(columns, dtype=torch.int64, device=self._device).unbind()
-
-
-def _size(draft: DraftTree | None) -> tuple[int, int]:
-    """How many nodes there are, and how deep."""
-    return (0, 0) if draft is None else (len(draft.tokens), max(draft.depths))
 
 
 def _ancestors(draft: DraftTree | None) -> list[int] | None:
