@@ -203,12 +203,14 @@ def close(got: tuple, alone: tuple) -> bool:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("caching", "lookahead"), [(True, 0), (False, 1), (True, 2), (False, 3)])
-def test_on_a_device(tiny_model: Path, caching: bool, lookahead: int) -> None:
+@pytest.mark.parametrize(
+    ("caching", "lookahead", "drafts"), [(True, 0, False), (False, 1, True), (True, 2, True), (False, 3, False)]
+)
+def test_on_a_device(tiny_model: Path, caching: bool, lookahead: int, drafts: bool) -> None:
     model = load(tiny_model, dtype="float32", device="cuda")
     memory = (LONGEST + 32) * kv_bytes_per_token(model.spec, torch.float32)
 
-    def make(slots: int, caching: bool, lookahead: int) -> Engine:
+    def make(slots: int, caching: bool, lookahead: int, drafts: bool) -> Engine:
         config = EngineConfig(
             max_model_len=LONGEST,
             max_num_seqs=slots,
@@ -217,12 +219,16 @@ def test_on_a_device(tiny_model: Path, caching: bool, lookahead: int) -> None:
             kv_cache_memory=memory,
             enable_prefix_caching=caching,
             lookahead=lookahead,
+            speculation=drafts,
+            draft_width=2,
+            draft_depth=5,
+            draft_nodes=7,
         )
         return build_engine(model, config)
 
-    one_slot = make(1, caching=False, lookahead=0)  # a fresh engine each would capture its graphs anew
+    one_slot = make(1, caching=False, lookahead=0, drafts=False)  # a fresh engine each would capture its graphs anew
     wrong = soak(
-        make(8, caching, lookahead),
+        make(8, caching, lookahead, drafts),
         random.Random(lookahead),
         500,
         model.tokenizer.vocab_size,

@@ -1,5 +1,8 @@
 """Drafts by kernels, and their walks, beside the host's. Without a CUDA device they run in Triton's interpreter."""
 
+import os
+import subprocess
+import sys
 from random import Random
 from typing import Any
 
@@ -14,6 +17,26 @@ pytest.importorskip("triton", reason="Triton is made for Linux only")
 from freewheel.speculative.device import DeviceIndex, Trees, make_paths, make_trees, walk_trees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COMPILED = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from freewheel.speculative.draft_kernels import Paths, Tables, Trees, draft, extend, walk
+
+types = {
+    "tables": Tables("*i64", "*i64", *["*i32"] * 5, "i32", "i32"), "slots": "*i64", "most_nodes": "*i64",
+    "most_depths": "*i32", "trees": Trees("*i64", "*i32", "*i32", "*i64", "*i32"), "starts": "*i32", "sampled": "*i64",
+    "paths": Paths("*i32", "*i64", "*i32"),
+}
+for kernel, constants in [
+    (extend, {"SHIFT": 20, "TILE": 16}),
+    (draft, {"LEVELS": 3, "PADDED": 4, "CHAIN": 16, "CAP": 32, "GUESSES": 8, "STEPS": 8, "NODES": 6}),
+    (walk, {"NODES": 6, "PADDED": 8}),
+]:
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
+    print(kernel.__name__)
+"""
 SMALL: dict[str, Any] = {"orders": (4, 2, 1), "chain": 3, "cap": 6}
 
 
@@ -139,3 +162,9 @@ def test_bad_sizes_are_refused_by_name() -> None:
         DeviceIndex(torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), chain=0)
     with pytest.raises(ValueError, match="nodes"):
         make_trees(1, 64, DEVICE)
+
+
+def test_kernels_compile_without_a_device() -> None:
+    """The interpreter knows no types."""
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=COMPILED, check=False)
+    assert done.stdout.split() == ["extend", "draft", "walk"], done.stderr

@@ -37,6 +37,10 @@ def build_engine(
     speculates = config.speculates(decoder.device.type)
     if config.draft_corpus is not None and not speculates:
         raise ValueError(f"draft_corpus must be None on device {str(decoder.device)!r}, where speculation is off")
+    if config.draft_corpus is not None and fused:
+        raise ValueError(
+            f"draft_corpus must be None on device {str(decoder.device)!r}, which drafts from no corpus yet"
+        )
     available = available_memory(decoder.device)
     if fused:
         from freewheel.engine.device_runner import working_memory  # only here: it imports Triton

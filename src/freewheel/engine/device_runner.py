@@ -105,7 +105,8 @@ class DeviceRunner(Runner):
         self._draft_steps: dict[tuple[int, int], DraftStep] = {}
         self._drafts: DeviceDrafts | None = None
         if draft_nodes:
-            self._drafts = DeviceDrafts(state, pool, self._page_table, width=draft_width, depth=draft_depth)
+            shape = {"tile_rows": self._fused.tile_rows, "width": draft_width, "depth": draft_depth}
+            self._drafts = DeviceDrafts(state, pool, self._page_table, **shape)
         self._most_nodes = draft_nodes
         self._lengths: dict[int, int] = {}  # of sequences, where it is certain that the device has the same
         self._entered: set[int] = set()  # slots with sequences that are not indexed

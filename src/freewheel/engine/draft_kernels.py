@@ -43,7 +43,7 @@ class DraftRows(NamedTuple):
         positions, places, ancestors: int64 [rows], see ``fused_decoder.Rows``.
         following: int64 [rows], the positions of what is sampled.
         sample_slots: int64 [rows], the same slots, but for idle rows one that nobody has.
-        tiles: int32 [sequences, 4], see ``attention_gpu.plan_tiles``.
+        tiles: int32 [sequences * tiles of each, 4], see ``attention_gpu.plan_tiles``.
         starts: int32 [sequences], the first row of each.
     """
 
@@ -60,11 +60,13 @@ class DraftRows(NamedTuple):
 @triton.jit
 def lay_out(
     inputs, lengths, trees, rows, history, max_length, spare_slot, total,
-    SEQUENCES: tl.constexpr, NODES: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    SEQUENCES: tl.constexpr, NODES: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Give each sequence its rows, the root and the nodes of its tree: no more than the ``total`` of rows.
 
-    ``lengths`` is int64 [slots]. SEQUENCES, PADDED and ROWS are powers of two from the sequences, NODES + 1 and total.
+    They are in TILES of TILE_ROWS, those that are not needed empty. ``lengths`` is int64 [slots]. SEQUENCES, PADDED and
+    ROWS are powers of two from the sequences, NODES + 1 and total.
     """
     own, sequences = tl.program_id(0), tl.num_programs(0)
     number = tl.arange(0, SEQUENCES)
@@ -74,11 +76,13 @@ def lay_out(
     nodes = tl.sum(tl.where(number == own, count, 0), 0)
     slot = tl.load(inputs.slots + own)
     tl.store(rows.starts + own, start)
-    tile = rows.tiles + own * 4
-    tl.store(tile, start)
-    tl.store(tile + 1, tl.where(slot >= 0, nodes + 1, 0))
-    tl.store(tile + 2, slot.to(tl.int32))
-    tl.store(tile + 3, start)
+    for number in range(TILES):
+        tile, first = rows.tiles + (own * TILES + number) * 4, number * TILE_ROWS
+        inside = tl.maximum(tl.minimum(nodes + 1 - first, TILE_ROWS), 0)
+        tl.store(tile, start + first)
+        tl.store(tile + 1, tl.where(slot >= 0, inside, 0))
+        tl.store(tile + 2, slot.to(tl.int32))
+        tl.store(tile + 3, start)
     if slot >= 0:
         last = tl.load(lengths + slot) - 1
         row = tl.arange(0, PADDED)

@@ -26,15 +26,18 @@ class DeviceDrafts:
         state: of the sampler, which has the tokens.
         pool: with a storage.
         page_table: int32 [slots, pages], of the pool, on the device.
+        tile_rows: most rows of a tile of attention.
         width, depth: most leaves of a tree, and its longest path.
 
     Attributes:
         lengths: int64 [slots], of the tokens that are known on the device.
     """
 
-    def __init__(self, state: SamplingState, pool: KVPool, page_table: Tensor, *, width: int, depth: int) -> None:
+    def __init__(
+        self, state: SamplingState, pool: KVPool, page_table: Tensor, *, tile_rows: int, width: int, depth: int
+    ) -> None:
         self.state, self.pool, self.page_table = state, pool, page_table
-        self.width, self.depth = width, depth
+        self.tile_rows, self.width, self.depth = tile_rows, width, depth
         self.lengths = torch.zeros(len(state.history), dtype=torch.int64, device=pool.device)
         self.index = DeviceIndex(state.history, self.lengths)
 
@@ -63,6 +66,8 @@ class DraftStep:
         device, self._drafts = drafts.pool.device, drafts
         self._sequences, self._nodes = sequences, min(nodes, rows - sequences)
 
+        self._tiles = -(-(1 + self._nodes) // drafts.tile_rows)  # of each
+
         def room(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
@@ -73,7 +78,7 @@ class DraftStep:
         self._paths = room(torch.int32, sequences, 1 + self._nodes)
         self._laid = DraftRows(
             *room(torch.int64, 6, even(rows))[:, :rows].unbind(),
-            tiles=room(torch.int32, sequences, 4),
+            tiles=room(torch.int32, sequences * self._tiles, 4),
             starts=room(torch.int32, sequences),
         )
         laid = self._laid
@@ -110,7 +115,7 @@ class DraftStep:
         _launch(
             kernels.lay_out, (self._sequences,), 1,
             self._columns, drafts.lengths, self._trees, self._laid, history, history.shape[1], len(history) - 1, total,
-            power(self._sequences), self._nodes, power(1 + self._nodes), power(total),
+            power(self._sequences), self._nodes, power(1 + self._nodes), power(total), self._tiles, drafts.tile_rows,
         )  # fmt: skip
 
     def end(self, samples: Samples) -> None:
