@@ -182,6 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``freewheel bench speculation``."""
     parser.add_argument("--model", default="smollm2", help="built-in name, folder or .gguf file (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="of weights and activations (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--batch", default="1,4,8", help="batch sizes, separated by commas (default: %(default)s)")
     parser.add_argument(
         "--workloads", default=",".join(WORKLOADS), help="any of these, separated by commas (default: %(default)s)"
@@ -215,12 +216,17 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"workloads: unknown workload {unknown[0]!r} (known: {', '.join(WORKLOADS)})")
     drafts = {name: getattr(args, name) for name in ("draft_width", "draft_depth", "draft_nodes")}
     drafts = {name: value for name, value in drafts.items() if value is not None}
-    model = load(args.model, dtype=args.dtype)
+    model = load(args.model, dtype=args.dtype, device=args.device)
     # Prefix cache off: repetitions measure the same work.
     config = EngineConfig(max_num_seqs=max(batches), max_model_len=2048, enable_prefix_caching=False, **drafts)
     engines = {flag: build_engine(model, replace(config, speculation=flag)) for flag in (False, True)}
+    for engine in engines.values():
+        for _, prepare in engine.preparations():
+            prepare()
     print(f"machine    {machine.describe()}")
-    print(f"model      {args.model}, {args.dtype}, up to {args.output} tokens, median of {args.repeats}")
+    print(
+        f"model      {args.model}, {args.dtype}, on {args.device}, up to {args.output} tokens, median of {args.repeats}"
+    )
     print(
         f"{'workload':10}{'batch':>6}{'plain tok/s':>13}{'drafted tok/s':>15}{'ratio':>7}{'accepted':>10}"
         f"{'draft rows':>12}{'wasted':>8}{'equal':>7}"
@@ -238,5 +244,5 @@ def run(args: argparse.Namespace) -> None:
     print("accepted: tokens a request and step. Draft rows, and those wasted, for each token of the output.")
     if args.json:
         report = {"machine": machine.describe(), "model": args.model, "dtype": args.dtype, "output": args.output}
-        report |= {"repeats": args.repeats, "drafts": drafts, "results": results}
+        report |= {"device": args.device, "repeats": args.repeats, "drafts": drafts, "results": results}
         args.json.write_text(json.dumps(report, indent=1) + "\n")

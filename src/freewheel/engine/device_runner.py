@@ -122,6 +122,12 @@ class DeviceRunner(Runner):
         """Compiling kernels and capturing graphs, the largest first: what it leaves serves the others."""
         sizes = reversed(buckets(len(self._pool.page_table)))
         steps = [(f"steps of up to {rows} rows", partial(self._rehearse, rows)) for rows in sizes]
+        if self._drafts is not None:
+            sizes = reversed(buckets(len(self._pool.page_table)))
+            steps += [
+                (f"drafts of up to {sequences} sequences", partial(self._rehearse_drafts, sequences))
+                for sequences in sizes
+            ]
         return [("prompts", self._rehearse_prompts), *steps]
 
     @torch.inference_mode()
@@ -134,7 +140,14 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def _rehearse(self, rows: int) -> None:
-        step = self._step(rows)
+        self._rehearse_step(self._step(rows))
+
+    @torch.inference_mode()
+    def _rehearse_drafts(self, sequences: int) -> None:
+        for rows in reversed(draft_rows(sequences, self._most_nodes)):
+            self._rehearse_step(self._draft_step(sequences, rows))
+
+    def _rehearse_step(self, step: Decode) -> None:
         step.forget()
         step.put([], [])
         self._sample(step, self._forward(step))
@@ -226,7 +239,7 @@ class DeviceRunner(Runner):
         """The same of so many sequences or more, in which there are so many rows or more."""
         assert self._drafts is not None
         sequences = next(bucket for bucket in BUCKETS if bucket >= sequences)
-        rows = next(bucket for bucket in (*BUCKETS, MAX_DRAFT_ROWS) if bucket >= rows and bucket > sequences)
+        rows = next(bucket for bucket in draft_rows(sequences, self._most_nodes) if bucket >= rows)
         key = sequences, rows
         if key not in self._draft_steps:
             step = DraftStep(self._drafts, sequences, rows, self._most_nodes, self._places)
@@ -348,6 +361,12 @@ class DeviceRunner(Runner):
 def buckets(slots: int) -> list[int]:
     """Numbers of rows that steps of so many sequences have."""
     return [rows for rows in BUCKETS if rows < 2 * slots]
+
+
+def draft_rows(sequences: int, nodes: int) -> list[int]:
+    """Numbers of rows that steps of so many sequences have, each of which may have drafts of so many nodes."""
+    most = min(sequences * (1 + nodes), MAX_DRAFT_ROWS)
+    return [rows for rows in (*BUCKETS, MAX_DRAFT_ROWS) if sequences < rows < 2 * most]
 
 
 def chunk_sizes(most_rows: int) -> list[int]:
