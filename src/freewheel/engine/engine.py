@@ -70,8 +70,7 @@ class Engine:
             raise ValueError(
                 f"max_model_len: {max_model_len} tokens do not fit into {pool.num_pages} pages of {pool.page_size}"
             )
-        speculates = config.speculates(pool.device.type)
-        if speculates and (pool.device.type != "cpu" or config.fused):
+        if config.speculation and (pool.device.type != "cpu" or config.fused):
             raise ValueError(
                 "speculation must not be True on CUDA devices or with fused=True: it is built for CPUs so far"
             )
@@ -101,7 +100,7 @@ class Engine:
         default = 1 if pool.device.type == "cuda" else 0
         self._lookahead = default if config.lookahead is None else config.lookahead
         self._drafting: Drafting | None = None
-        if speculates:
+        if config.speculation:
             self._drafting, self._lookahead = Drafting(config, corpus), 0
         self._most_rows = config.most_rows(pool.device.type)
         self.preemptions = 0
