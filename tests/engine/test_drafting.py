@@ -589,7 +589,7 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("field", "value", "message"),
         [
-            ("speculation", 1.5, "speculation must be True or False"),
+            ("speculation", 1.5, "speculation must be True, False or None"),
             ("draft_width", 0, "draft_width must be a positive integer"),
             ("draft_depth", True, "draft_depth must be a positive integer"),
             ("draft_nodes", 64, "draft_nodes must be at most 63"),
@@ -599,9 +599,12 @@ class TestConfig:
         with pytest.raises(ValueError, match=message):
             EngineConfig(**{field: value})
 
+    def test_is_off_by_default(self) -> None:
+        assert not any(EngineConfig().speculates(device) for device in ("cpu", "cuda"))
+
     def test_a_corpus_without_speculation(self) -> None:
-        with pytest.raises(ValueError, match="draft_corpus must be None without speculation"):
-            EngineConfig(draft_corpus="texts.txt")
+        with pytest.raises(ValueError, match="draft_corpus must be None with speculation=False"):
+            EngineConfig(draft_corpus="texts.txt", speculation=False)
 
 
 class TestCorpus:

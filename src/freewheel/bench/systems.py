@@ -63,9 +63,10 @@ class Setup:
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """Fields of :class:`freewheel.config.EngineConfig`. Prefix cache off: repetitions measure the same work."""
+        """Fields of :class:`freewheel.config.EngineConfig`. Prefix cache off: repetitions measure the same work. And no
+        speculation, which measures the text."""
         fixed = {"max_num_seqs": self.batch, "max_model_len": self.context, "enable_prefix_caching": False}
-        return fixed | self.engine
+        return fixed | {"speculation": False} | self.engine
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,9 @@ def build_engine(
     cuda, fused = decoder.device.type == "cuda", config.uses_kernels(decoder.device.type)
     if fused and not cuda:
         raise ValueError(f"fused must not be True on device {str(decoder.device)!r}: the kernels are for CUDA devices")
-    if config.speculation and cuda:
-        raise ValueError(f"speculation must not be True on device {str(decoder.device)!r}: it is built for CPUs so far")
+    speculates = config.speculates(decoder.device.type)
+    if config.draft_corpus is not None and not speculates:
+        raise ValueError(f"draft_corpus must be None on device {str(decoder.device)!r}, where speculation is off")
     available = available_memory(decoder.device)
     if fused:
         from freewheel.engine.device_runner import working_memory  # only here: it imports Triton
@@ -47,7 +48,7 @@ def build_engine(
         bytes_per_token=kv_bytes_per_token(spec, decoder.dtype),
         available=available,
         share=0.9 if cuda else 1 / 3,
-        speculates=config.speculation,
+        speculates=speculates,
     )
     shape = kv_cache_shape(spec, size.num_pages, config.page_size)
     # Not initialised: a page takes memory when it is first used.

@@ -70,7 +70,8 @@ class Engine:
             raise ValueError(
                 f"max_model_len: {max_model_len} tokens do not fit into {pool.num_pages} pages of {pool.page_size}"
             )
-        if config.speculation and (pool.device.type != "cpu" or config.fused):
+        speculates = config.speculates(pool.device.type)
+        if speculates and (pool.device.type != "cpu" or config.fused):
             raise ValueError(
                 "speculation must not be True on CUDA devices or with fused=True: it is built for CPUs so far"
             )
@@ -100,7 +101,7 @@ class Engine:
         default = 1 if pool.device.type == "cuda" else 0
         self._lookahead = default if config.lookahead is None else config.lookahead
         self._drafting: Drafting | None = None
-        if config.speculation:
+        if speculates:
             self._drafting, self._lookahead = Drafting(config, corpus), 0
         self._most_rows = config.most_rows(pool.device.type)
         self.preemptions = 0
