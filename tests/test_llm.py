@@ -56,8 +56,7 @@ def essence(output: RequestOutput) -> tuple[Any, ...]:
 def alone(tiny_model: Path) -> list[RequestOutput]:
     """What mixed requests get one after the other, without prefix cache."""
     prompts, params = mixed(21)
-    options: dict[str, Any] = {"enable_prefix_caching": False, "speculation": False}
-    with LLM(tiny_model, dtype="float32", max_num_seqs=4, **options) as llm:
+    with LLM(tiny_model, dtype="float32", max_num_seqs=4, enable_prefix_caching=False) as llm:
         return [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params)]
 
 
@@ -69,8 +68,9 @@ class TestSameTokens:
             {"max_num_seqs": 32, "enable_prefix_caching": False},
             {"max_num_seqs": 16, "max_num_batched_tokens": 20},
             {"max_num_seqs": 8, "page_size": 4, "max_num_batched_tokens": 33},
-            {"max_num_seqs": 8, "lookahead": 2, "speculation": False},
-            {"max_num_seqs": 8, "draft_width": 3, "draft_depth": 4, "draft_nodes": 10},
+            {"max_num_seqs": 8, "lookahead": 2},
+            {"max_num_seqs": 8, "speculation": True},
+            {"max_num_seqs": 8, "speculation": True, "draft_width": 3, "draft_depth": 4, "draft_nodes": 10},
             # 2 layers, 2 key-value heads of 8, keys and values, float32: a pool of one context and a half
             {"max_num_seqs": 8, "kv_cache_memory": 2 * 2 * 8 * 2 * 4 * 384},
         ],
@@ -405,8 +405,12 @@ class TestInterruption:
         ({"enable_prefix_caching": "false"}, "enable_prefix_caching"),
         ({"dtype": "int3"}, "dtype"),
         ({"device": "meta"}, "device"),
+        ({"draft_corpus": "a.txt"}, "draft_corpus must be None on device 'cpu', where speculation is off"),
         ({"draft_nodes": 64}, "draft_nodes must be at most 63"),
-        ({"draft_corpus": "no/such/file"}, "draft_corpus: no/such/file: cannot be read: No such file"),
+        (
+            {"speculation": True, "draft_corpus": "no/such/file"},
+            "draft_corpus: no/such/file: cannot be read: No such file",
+        ),
     ],
 )
 def test_an_impossible_configuration_fails_at_the_start(tiny_model: Path, options: Any, message: str) -> None:

@@ -40,7 +40,7 @@ def tokens(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams]) -
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[tuple[int, ...]]]:
-    with LLM("smollm2", dtype="float32", enable_prefix_caching=False, speculation=False) as llm:
+    with LLM("smollm2", dtype="float32", enable_prefix_caching=False) as llm:
         return [tokens(llm, [prompt], [params])[0] for prompt, params in zip(PROMPTS, ASKED)]
 
 
@@ -51,10 +51,10 @@ def alone() -> list[list[tuple[int, ...]]]:
         {"enable_prefix_caching": False},
         {"max_num_batched_tokens": 8, "max_num_seqs": 8},
         {"max_num_seqs": 3, "max_model_len": 64, "kv_cache_memory": 7 * PAGE},
-        {"draft_width": 3, "draft_depth": 4, "draft_nodes": 10},
-        {"speculation": False},
+        {"speculation": True},
+        {"speculation": True, "draft_width": 3, "draft_depth": 4, "draft_nodes": 10},
     ],
-    ids=["batch", "no prefix cache", "prompts in chunks", "too few pages for all", "draft trees", "no speculation"],
+    ids=["batch", "no prefix cache", "prompts in chunks", "too few pages for all", "drafts", "draft trees"],
 )
 def test_a_batch_gives_what_each_request_gets_alone(
     options: dict[str, Any], alone: list[list[tuple[int, ...]]]

@@ -82,7 +82,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 # Field of EngineConfig -> (type, metavar, help), as for SAMPLING_OPTIONS.
 SPECULATION_OPTIONS: dict[str, tuple[Type | None, str, str]] = {
-    "speculation": (None, "", "guess the next tokens by what followed the same ones before (default: on CPUs)"),
+    "speculation": (None, "", "guess the next tokens by what followed the same ones before (default: off)"),
     "draft_width": (int, "N", "most branches of a guess (default: 1)"),
     "draft_depth": (int, "N", "most tokens that a guess goes ahead (default: 32)"),
     "draft_nodes": (int, "N", "most tokens of a guess, over all branches (default: 32)"),

@@ -29,9 +29,9 @@ class EngineConfig:
         graphs: launch decode steps as CUDA graphs; None: wherever there are such kernels and graphs.
         draw: how tokens are drawn; see :mod:`freewheel.sampling.draw`.
         speculation: draft tokens by what followed the same ones before, and verify many in a step (see
-            :mod:`freewheel.speculative`). It changes no token. None: on CPUs. There the host drafts from a sequence's
-            last token, so each step is read before the next is launched, whatever ``lookahead`` says. On CUDA devices
-            kernels draft, and the host stays ahead.
+            :mod:`freewheel.speculative`). It changes no token. On CPUs the host drafts from a sequence's last token, so
+            each step is read before the next is launched, whatever ``lookahead`` says. On CUDA devices kernels draft, and
+            the host stays ahead.
         draft_width: most leaves of a draft; 1 drafts a chain.
         draft_depth: most tokens that a draft goes ahead.
         draft_nodes: most tokens of a draft, which are rows of a step. With more than ``draft_depth`` there is room for
@@ -55,7 +55,7 @@ class EngineConfig:
     fused: bool | None = None
     graphs: bool | None = None
     draw: Draw = "two_level"
-    speculation: bool | None = None
+    speculation: bool = False
     draft_width: int = 1
     draft_depth: int = 32
     draft_nodes: int = 32
@@ -77,17 +77,18 @@ class EngineConfig:
         most = MOST_LOOKAHEAD
         if ahead is not None and (isinstance(ahead, bool) or not isinstance(ahead, int) or not 0 <= ahead <= most):
             raise ValueError(f"lookahead must be an integer from 0 to {most} or None, not {ahead!r}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(f"enable_prefix_caching must be True or False, not {self.enable_prefix_caching!r}")
-        for name in ("fused", "graphs", "speculation"):
+        for name in ("enable_prefix_caching", "speculation"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        for name in ("fused", "graphs"):
             if getattr(self, name) not in (None, True, False):
                 raise ValueError(f"{name} must be True, False or None, not {getattr(self, name)!r}")
         if self.graphs and self.fused is False:
             raise ValueError("graphs must not be True with fused=False: torch's operations are not captured")
         if self.draft_nodes > MOST_DRAFT_NODES:
             raise ValueError(f"draft_nodes must be at most {MOST_DRAFT_NODES}, not {self.draft_nodes}")
-        if self.draft_corpus is not None and self.speculation is False:
-            raise ValueError("draft_corpus must be None with speculation=False: nothing would be drafted from it")
+        if self.draft_corpus is not None and not self.speculation:
+            raise ValueError("draft_corpus must be None without speculation: nothing would be drafted from it")
         if self.draw not in ("two_level", "gumbel", "multinomial"):
             raise ValueError(f"draw must be 'two_level', 'gumbel' or 'multinomial', not {self.draw!r}")
         if self.seed is not None:
@@ -99,10 +100,6 @@ class EngineConfig:
     def uses_kernels(self, device: str) -> bool:
         """On this type of device."""
         return device == "cuda" if self.fused is None else self.fused
-
-    def speculates(self, device: str) -> bool:
-        """On this type of device."""
-        return device == "cpu" and not self.fused if self.speculation is None else self.speculation
 
     def most_rows(self, device: str) -> int:
         """Of a step on this type of device."""

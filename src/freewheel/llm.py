@@ -65,7 +65,7 @@ class LLM:
         fused: bool | None = None,
         graphs: bool | None = None,
         draw: Draw = "two_level",
-        speculation: bool | None = None,
+        speculation: bool = False,
         draft_width: int = 1,
         draft_depth: int = 32,
         draft_nodes: int = 32,

@@ -111,7 +111,7 @@ def test_every_sampling_parameter_has_an_option() -> None:
 def test_speculation_changes_steps_and_no_text(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     for name, (_, _, text) in SPECULATION_OPTIONS.items():
-        assert not isinstance(fields[name], int) or f"default: {fields[name]}" in text
+        assert type(fields[name]) is not int or f"default: {fields[name]}" in text
     told = []
     for options in (["--no-speculation"], ["--speculation", "--draft-width", "2", "--draft-nodes", "8"]):
         repeating = ["--max-tokens", "60", "--allowed-token-ids", "5", "--allowed-token-ids", "6"]
@@ -128,10 +128,10 @@ def test_what_is_wrong_with_a_corpus_is_said_with_file_and_line(
 ) -> None:
     corpus = tmp_path / "texts.jsonl"
     corpus.write_text('"hello there"\n{"title": 1}\n')
-    line = fails(capsys, generate(tiny_model, "--draft-corpus", str(corpus)))
+    line = fails(capsys, generate(tiny_model, "--speculation", "--draft-corpus", str(corpus)))
     assert f"draft_corpus: {corpus}, line 2: must be a string" in line
     corpus.write_text('"hello there"\n')
-    assert main(generate(tiny_model, "--draft-corpus", str(corpus))) == 0
+    assert main(generate(tiny_model, "--speculation", "--draft-corpus", str(corpus))) == 0
 
 
 def test_repeated_options_add_up(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

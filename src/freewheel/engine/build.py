@@ -34,9 +34,6 @@ def build_engine(
     cuda, fused = decoder.device.type == "cuda", config.uses_kernels(decoder.device.type)
     if fused and not cuda:
         raise ValueError(f"fused must not be True on device {str(decoder.device)!r}: the kernels are for CUDA devices")
-    speculates = config.speculates(decoder.device.type)
-    if config.draft_corpus is not None and not speculates:
-        raise ValueError(f"draft_corpus must be None on device {str(decoder.device)!r}, where speculation is off")
     if config.draft_corpus is not None and fused:
         raise ValueError(
             f"draft_corpus must be None on device {str(decoder.device)!r}, which drafts from no corpus yet"
@@ -52,7 +49,7 @@ def build_engine(
         bytes_per_token=kv_bytes_per_token(spec, decoder.dtype),
         available=available,
         share=0.9 if cuda else 1 / 3,
-        speculates=speculates,
+        speculates=config.speculation,
     )
     shape = kv_cache_shape(spec, size.num_pages, config.page_size)
     # Not initialised: a page takes memory when it is first used.
@@ -77,6 +74,6 @@ def runner_for(config: EngineConfig, device: str) -> Callable[[Any, KVPool, Samp
     from freewheel.engine.device_runner import DeviceRunner  # only here: it imports Triton
 
     drafts = {}
-    if config.speculates(device):
+    if config.speculation:
         drafts = {name: getattr(config, name) for name in ("draft_nodes", "draft_width", "draft_depth")}
     return partial(DeviceRunner, graphs=config.graphs, most_rows=config.most_rows(device), **drafts)

@@ -71,8 +71,8 @@ class Engine:
             raise ValueError(
                 f"max_model_len: {max_model_len} tokens do not fit into {pool.num_pages} pages of {pool.page_size}"
             )
-        speculates, kernels = config.speculates(pool.device.type), config.uses_kernels(pool.device.type)
-        if speculates and pool.device.type != "cpu" and not kernels:
+        kernels = config.uses_kernels(pool.device.type)
+        if config.speculation and pool.device.type != "cpu" and not kernels:
             raise ValueError("speculation must not be True on CUDA devices with fused=False: there kernels draft")
         self.config = config
         self.max_model_len = max_model_len
@@ -101,8 +101,8 @@ class Engine:
         self._lookahead = default if config.lookahead is None else config.lookahead
         self._drafting: Drafting | None = None
         self._pace = Pace()
-        self._drafts_ahead = speculates and kernels
-        if speculates:
+        self._drafts_ahead = config.speculation and kernels
+        if config.speculation:
             self._drafting = Drafting(config, Table() if kernels else self._pace, corpus)
             if not kernels:
                 self._lookahead = 0

@@ -585,12 +585,11 @@ class TestConfig:
         config = EngineConfig(max_num_seqs=1, speculation=True)
         with pytest.raises(ValueError, match="speculation must not be True on CUDA devices"):
             Engine(make_engine()[1], pool, config, max_model_len=64, vocab_size=VOCAB)
-        assert not EngineConfig().speculates("cuda")
 
     @pytest.mark.parametrize(
         ("field", "value", "message"),
         [
-            ("speculation", 1.5, "speculation must be True, False or None"),
+            ("speculation", 1.5, "speculation must be True or False"),
             ("draft_width", 0, "draft_width must be a positive integer"),
             ("draft_depth", True, "draft_depth must be a positive integer"),
             ("draft_nodes", 64, "draft_nodes must be at most 63"),
@@ -600,9 +599,12 @@ class TestConfig:
         with pytest.raises(ValueError, match=message):
             EngineConfig(**{field: value})
 
+    def test_is_off_by_default(self) -> None:
+        assert not EngineConfig().speculation
+
     def test_a_corpus_without_speculation(self) -> None:
-        with pytest.raises(ValueError, match="draft_corpus must be None with speculation=False"):
-            EngineConfig(draft_corpus="texts.txt", speculation=False)
+        with pytest.raises(ValueError, match="draft_corpus must be None without speculation"):
+            EngineConfig(draft_corpus="texts.txt")
 
 
 class TestCorpus:
