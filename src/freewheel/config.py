@@ -29,9 +29,9 @@ class EngineConfig:
         graphs: launch decode steps as CUDA graphs; None: wherever there are such kernels and graphs.
         draw: how tokens are drawn; see :mod:`freewheel.sampling.draw`.
         speculation: draft tokens by what followed the same ones before, and verify many in a step (see
-            :mod:`freewheel.speculative`). It changes no token. On CPUs the host drafts from a sequence's last token, so
-            each step is read before the next is launched, whatever ``lookahead`` says. On CUDA devices kernels draft, and
-            the host stays ahead.
+            :mod:`freewheel.speculative`). It changes no token. On CPUs the host drafts from a sequence's last token,
+            so each step is read before the next is launched, whatever ``lookahead`` says. On CUDA devices kernels
+            draft, and the host stays ahead.
         draft_width: most leaves of a draft; 1 drafts a chain.
         draft_depth: most tokens that a draft goes ahead.
         draft_nodes: most tokens of a draft, which are rows of a step. With more than ``draft_depth`` there is room for
