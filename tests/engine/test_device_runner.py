@@ -32,10 +32,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("few_programs")
 
 
-def make_engine(path: Path, device: str, runner: type[Runner], lookahead: int = 0, **options: Any) -> Engine:
+def make_engine(
+    path: Path, device: str, runner: type[Runner], lookahead: int = 0, pages: int = 24, **options: Any
+) -> Engine:
     model = load(path, dtype="float32", device=device)
     spec = model.spec
-    storage = torch.zeros(spec.num_layers, *kv_cache_shape(spec, 24, 4), device=device)
+    storage = torch.zeros(spec.num_layers, *kv_cache_shape(spec, pages, 4), device=device)
     config = EngineConfig(
         max_num_seqs=4,
         max_num_batched_tokens=12,

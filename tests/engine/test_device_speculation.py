@@ -72,8 +72,8 @@ def expected(copying_model: Path) -> dict[tuple[str, int], Collected]:
     return run(make_engine(copying_model, "cpu", Runner), requests())
 
 
-def speculating(path: Path, lookahead: int, **options: Any) -> Engine:
-    engine = make_engine(path, DEVICE, DeviceRunner, lookahead, speculation=True, **options)
+def speculating(path: Path, lookahead: int, pages: int = 24, **options: Any) -> Engine:
+    engine = make_engine(path, DEVICE, DeviceRunner, lookahead, pages, speculation=True, **options)
     assert engine.speculation is not None
     return engine
 
@@ -143,3 +143,18 @@ def test_a_step_that_fails_changes_no_answer(
     while engine.has_unfinished:
         collect(engine.step(), got)
     assert_same(got["r0", 0], expected["r0", 0])
+
+
+def test_drafts_preempt_nobody(copying_model: Path) -> None:
+    """Pages are just enough for plain steps: drafts far ahead of the host have to do without."""
+    asked = [
+        Request(f"r{i}", (30 + i, 31 + i, 30 + i), SamplingParams(temperature=0.0, max_tokens=15, ignore_eos=True))
+        for i in range(4)
+    ]
+    expected = run(make_engine(copying_model, "cpu", Runner), asked)
+    engine = speculating(copying_model, 3, pages=4 * 5, draft_nodes=6)
+    got = run(engine, asked)
+    assert {key: one.tokens for key, one in got.items()} == {key: one.tokens for key, one in expected.items()}
+    assert engine.preemptions == 0
+    assert engine.speculation is not None
+    assert engine.speculation.accepted

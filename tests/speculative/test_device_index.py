@@ -162,6 +162,10 @@ def test_bad_sizes_are_refused_by_name() -> None:
         DeviceIndex(torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), chain=0)
     with pytest.raises(ValueError, match="nodes"):
         make_trees(1, 64, DEVICE)
+    one = ints(0)
+    index = DeviceIndex(*(torch.zeros(*shape, dtype=torch.int64, device=DEVICE) for shape in ((3, 9), (3,))))
+    with pytest.raises(ValueError, match="width"):
+        index.draft(one, one, one, make_trees(1, 5, DEVICE), width=5)
 
 
 def test_kernels_compile_without_a_device() -> None:

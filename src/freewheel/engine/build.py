@@ -40,8 +40,11 @@ def build_engine(
         )
     available = available_memory(decoder.device)
     if fused:
-        from freewheel.engine.device_runner import working_memory  # only here: it imports Triton
+        from freewheel.engine.device_runner import working_memory  # only here: these import Triton
+        from freewheel.speculative.device import MOST_WIDTH
 
+        if config.speculation and config.draft_width > MOST_WIDTH:
+            raise ValueError(f"draft_width must be at most {MOST_WIDTH} on CUDA devices, not {config.draft_width}")
         available = max(0, available - working_memory(decoder, config))
     size = size_pool(
         config,
@@ -75,5 +78,10 @@ def runner_for(config: EngineConfig, device: str) -> Callable[[Any, KVPool, Samp
 
     drafts = {}
     if config.speculation:
-        drafts = {name: getattr(config, name) for name in ("draft_nodes", "draft_width", "draft_depth")}
+        nodes = config.draft_nodes
+        drafts = {
+            "draft_nodes": nodes,
+            "draft_width": config.draft_width,
+            "draft_depth": min(config.draft_depth, nodes),
+        }
     return partial(DeviceRunner, graphs=config.graphs, most_rows=config.most_rows(device), **drafts)

@@ -107,7 +107,7 @@ class DeviceRunner(Runner):
         if draft_nodes:
             shape = {"tile_rows": self._fused.tile_rows, "width": draft_width, "depth": draft_depth}
             self._drafts = DeviceDrafts(state, pool, self._page_table, **shape)
-        self._most_nodes = draft_nodes
+        self._most_nodes, self._most_rows = draft_nodes, most_rows
         self._lengths: dict[int, int] = {}  # of sequences, where it is certain that the device has the same
         self._entered: set[int] = set()  # slots with sequences that are not indexed
         self._chunk_sizes = chunk_sizes(most_rows)
@@ -144,7 +144,7 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def _rehearse_drafts(self, sequences: int) -> None:
-        for rows in reversed(draft_rows(sequences, self._most_nodes)):
+        for rows in reversed(draft_rows(sequences, self._most_nodes, self._most_rows)):
             self._rehearse_step(self._draft_step(sequences, rows))
 
     def _rehearse_step(self, step: Decode) -> None:
@@ -239,7 +239,7 @@ class DeviceRunner(Runner):
         """The same of so many sequences or more, in which there are so many rows or more."""
         assert self._drafts is not None
         sequences = next(bucket for bucket in BUCKETS if bucket >= sequences)
-        rows = next(bucket for bucket in draft_rows(sequences, self._most_nodes) if bucket >= rows)
+        rows = next(bucket for bucket in draft_rows(sequences, self._most_nodes, self._most_rows) if bucket >= rows)
         key = sequences, rows
         if key not in self._draft_steps:
             step = DraftStep(self._drafts, sequences, rows, self._most_nodes, self._places)
@@ -363,9 +363,9 @@ def buckets(slots: int) -> list[int]:
     return [rows for rows in BUCKETS if rows < 2 * slots]
 
 
-def draft_rows(sequences: int, nodes: int) -> list[int]:
+def draft_rows(sequences: int, nodes: int, most_rows: int) -> list[int]:
     """Numbers of rows that steps of so many sequences have, each of which may have drafts of so many nodes."""
-    most = min(sequences * (1 + nodes), MAX_DRAFT_ROWS)
+    most = max(min(sequences * (1 + nodes), MAX_DRAFT_ROWS, most_rows), sequences + 1)
     return [rows for rows in (*BUCKETS, MAX_DRAFT_ROWS) if sequences < rows < 2 * most]
 
 
@@ -403,12 +403,15 @@ def working_memory(decoder: Decoder, config: EngineConfig) -> int:
         return torch.cuda.max_memory_allocated(device) - before
 
     rows, steps = config.most_rows(device.type), buckets(config.max_num_seqs)
-    chunks = chunk_sizes(rows)
-    chunk = peak(*idle_chunk(fused, rows, min(rows, config.max_num_seqs + MAX_SCORED_ROWS)))
+    chunks, drafts = chunk_sizes(rows), list[int]()
+    if config.speculation:
+        drafts = [size for sequences in steps for size in draft_rows(sequences, config.draft_nodes, rows)]
+    with_logits = max(min(rows, config.max_num_seqs + MAX_SCORED_ROWS), *drafts, 1)
+    chunk = peak(*idle_chunk(fused, max(rows, with_logits), with_logits))
     idle = torch.full((steps[-1],), -1, device=device)
     captured = max(peak(Rows(idle, torch.zeros_like(idle))), peak(*idle_chunk(fused, chunks[-1], MOST_WANTED)))
     torch.cuda.empty_cache()  # for the pool to have it
-    kept = sum(steps) + len(chunks) * MOST_WANTED
+    kept = sum(steps) + sum(drafts) + len(chunks) * MOST_WANTED
     return chunk + captured + kept * decoder.spec.vocab_size * decoder.dtype.itemsize
 
 

@@ -1,5 +1,6 @@
 """Decode steps that draft for themselves: the host launches the next before it knows what the last one brought."""
 
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class DraftStep:
         drafts: what it shares with others.
         sequences: most of them.
         rows: of the step, more than sequences.
-        nodes: most of a tree; rows permitting.
+        nodes: most of a tree.
         places: of its ring.
 
     Attributes:
@@ -64,7 +65,7 @@ class DraftStep:
 
     def __init__(self, drafts: DeviceDrafts, sequences: int, rows: int, nodes: int, places: int) -> None:
         device, self._drafts = drafts.pool.device, drafts
-        self._sequences, self._nodes = sequences, min(nodes, rows - sequences)
+        self._sequences, self._nodes = sequences, nodes
 
         self._tiles = -(-(1 + self._nodes) // drafts.tile_rows)  # of each
 
@@ -83,7 +84,7 @@ class DraftStep:
         )
         laid = self._laid
         self.rows = Rows(laid.slots, laid.positions, laid.tiles, laid.places, laid.ancestors)
-        self.sample_rows = SampleRows(laid.sample_slots, laid.following)
+        self.sample_rows = SampleRows(laid.sample_slots, laid.following, each=1 + nodes)
         self.ring = Ring(places, (sequences, 3 + 3 * (1 + self._nodes)), device)
         self.graphs = Graphs()
         self._put: tuple[list[int], list[int]] = ([], [])
@@ -159,11 +160,9 @@ class Drafted:
         results = self._ring.result(self._number)[: len(self._most_nodes)].tolist()
         tokens, statuses, rows = ([one for words in results for one in _path(words, part)] for part in range(3))
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        if self._logprobs is not None:
-            drawn = torch.zeros(len(self._logprobs.rows), dtype=torch.int64)
-            drawn[rows] = torch.tensor(tokens)
-            described = by_row(drawn, self._logprobs)
-            logprobs = [described[row] for row in rows]
+        if self._logprobs is not None:  # of all rows
+            kept = Logprobs(*(getattr(self._logprobs, column.name)[rows] for column in fields(Logprobs)))
+            logprobs = by_row(torch.tensor(tokens), replace(kept, rows=torch.arange(len(rows))))
         drafting = [words for words, nodes in zip(results, self._most_nodes) if nodes]
         runs, drafted = [words[2] for words in drafting], [(words[0], words[1]) for words in drafting]
         return StepResult(tokens, statuses, logprobs, [], runs, drafted)

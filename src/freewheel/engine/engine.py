@@ -18,7 +18,6 @@ from freewheel.engine.stopping import cut, max_length, stop_ids
 from freewheel.request import FinishReason, Request, Sequence, StepOutput, TokenLogprobs
 from freewheel.sampling import Sampler, SamplingState, Status, choice_seed, random_seed
 from freewheel.sampling.params import shown
-from freewheel.sampling.state import EDITED
 from freewheel.speculative import NgramIndex, SpeculationMetrics
 
 # Scoring a prompt needs a row of logits for every token, as a draft does: a step's [rows, vocab_size] must stay small.
@@ -297,6 +296,8 @@ class Engine:
             outcome = plan(running, self._candidates(offers), capacity)
             if outcome.preempt is None:
                 break
+            if any(sequence.slack for sequence in self._running.values()):
+                return []  # what is in flight may give back pages
             self._preempt(self._running[outcome.preempt])
 
         for key, _ in outcome.rows:  # all before the first allocation, which must not evict what another one shares
@@ -366,7 +367,8 @@ class Engine:
             return
         drafting.price(len(decoding))
         left = min(self._most_rows - sum(row.span.rows for row in rows), MAX_DRAFT_ROWS - len(decoding))
-        size, pages = self._pool.page_size, self._cache.available
+        # All that run find another page, and those who wait find all there are.
+        size, pages = self._pool.page_size, 0 if self._waiting else max(self._cache.available - len(self._running), 0)
         needs: list[tuple[Sequence, int]] = []
         for i in decoding:
             sequence, span, _ = rows[i]
@@ -375,7 +377,7 @@ class Engine:
                 (len(sequence.pages) + pages) * size - span.start - 1,
                 sequence.max_length - sequence.length - 1,
             )
-            if self._state.settings[sequence.slot].needs & EDITED:  # the kernels edit one row of a sequence
+            if self._state.settings[sequence.slot].edited(len(sequence.tokens)):  # the kernels edit a row of each
                 most = 0
             nodes = drafting.nodes(sequence, most) if most > 0 else 0
             if nodes or sequence.slack:

@@ -202,12 +202,14 @@ class FusedSampler:
         mask_rows: Tensor | None,
         tokens: Tensor,
         statuses: Tensor,
+        each: int = 1,
     ) -> Described | None:
         """Write tokens int64 [rows] and statuses uint8 [rows]; the log probabilities. See ``Sampler.sample``."""
         state, tables = self.state, self.tables
         plain, demanding, edits, truncated, nucleus, width, _ = self.demand
         logprobs, masked = width >= 0, masks is not None
         rows, drawable = len(slots), state.valid_vocab_size
+        demanding = min(power(demanding * each), power(rows)) if demanding else 0
         described = self._room(rows, width) if logprobs else None
         if not rows:
             return described

@@ -44,6 +44,7 @@ class SampleRows:
         mask_rows: int64 [rows], which mask each row has; -1 for none.
         paths: int64 [rows, depth], the tokens of each row's path in a draft tree, which stand before its position and
             are not in the history; the last one in the last column, -1 where there are none. Not on CUDA devices yet.
+        each: most rows of a slot. Kernels have programs for as many demanding rows as there may be.
     """
 
     slots: Tensor
@@ -51,6 +52,7 @@ class SampleRows:
     masks: Tensor | None = None
     mask_rows: Tensor | None = None
     paths: Tensor | None = None
+    each: int = 1
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class Sampler:
         count = len(rows.slots)
         samples = Samples.unpack(torch.empty(9 * count, dtype=torch.uint8, device=logits.device), None)
         described = fused.sample(
-            logits, rows.slots, rows.positions, rows.masks, rows.mask_rows, samples.tokens, samples.status
+            logits, rows.slots, rows.positions, rows.masks, rows.mask_rows, samples.tokens, samples.status, rows.each
         )
         if described is None:
             return samples

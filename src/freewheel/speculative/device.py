@@ -13,6 +13,7 @@ from freewheel.speculative.draft_kernels import Paths, Tables, Trees
 from freewheel.speculative.index import NgramIndex
 from freewheel.speculative.tree import MAX_ROWS
 
+MOST_WIDTH = 4  # of trees: all pairs of guesses are compared, in registers
 FEW_TOKENS, MANY_TOKENS = 16, 128  # that are indexed at a time: after a step, and of a prompt
 
 
@@ -83,8 +84,13 @@ class DeviceIndex:
             most_nodes, most_depths: int32 or int64 [rows], see :func:`~freewheel.speculative.draft`; 0 nodes for none,
                 and never more than there is room for behind the tokens.
             out: from :func:`make_trees`, of as many nodes and steps as there may be.
-            width: most leaves.
+            width: most leaves, at most ``MOST_WIDTH``.
+
+        Raises:
+            ValueError: a width out of range.
         """
+        if not 1 <= width <= MOST_WIDTH:
+            raise ValueError(f"width must be from 1 to {MOST_WIDTH}, not {width}")
         nodes, limit = out.tokens.shape[1], GUESSES * width
         levels = len(self.tables.orders)
         _launch(
