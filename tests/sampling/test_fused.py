@@ -107,7 +107,7 @@ def sample(
     draw: Draw = "two_level",
     **masks: Tensor,
 ) -> Samples:
-    on = {name: mask.to(state.device) for name, mask in masks.items()}
+    on: Any = {name: mask.to(state.device) for name, mask in masks.items()}
     rows = SampleRows(*torch.tensor([list(slots), [position] * len(slots)], device=state.device), **on)
     return Sampler(state, draw=draw).sample(logits.to(state.device), rows)
 
