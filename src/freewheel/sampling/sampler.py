@@ -1,7 +1,7 @@
 """From logits to tokens."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import inf, isfinite
 from typing import Any, Literal
@@ -52,7 +52,7 @@ class SampleRows:
     masks: Tensor | None = None
     mask_rows: Tensor | None = None
     paths: Tensor | None = None
-    each: int = 1
+    each: int = field(default=1, kw_only=True)
 
 
 @dataclass(frozen=True)
