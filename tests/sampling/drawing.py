@@ -34,7 +34,7 @@ def sample_at(
     state: SamplingState, logits: Tensor, keys: Sequence[tuple[int, int]], *, draw: Draw = "two_level", **masks: Tensor
 ) -> Samples:
     """One row for each slot and position in ``keys``."""
-    on = {name: mask.to(state.device) for name, mask in masks.items()}
+    on: Any = {name: mask.to(state.device) for name, mask in masks.items()}
     slots, positions = torch.tensor(keys, device=state.device).unbind(1)
     rows = SampleRows(slots, positions, **on)
     return Sampler(state, draw=draw).sample(logits.expand(len(keys), -1).to(state.device), rows)
