@@ -127,12 +127,27 @@ def test_a_state_with_tables_is_drawn_for_by_the_kernels(monkeypatch: pytest.Mon
     """Or all that follows would compare the torch path with itself."""
     from freewheel.sampling.fused import FusedSampler
 
-    def marked(self: FusedSampler, *arguments: Tensor) -> None:
+    def marked(self: FusedSampler, *arguments: Tensor, each: int) -> None:
         arguments[-2].fill_(123)
 
     monkeypatch.setattr(FusedSampler, "sample", marked)
     assert sample(joined(ASKED[:2]), torch.zeros(2, VOCAB), range(2)).tokens.tolist() == [123, 123]
     assert sample(joined(ASKED[:2], fused=False), torch.zeros(2, VOCAB), range(2)).tokens.tolist() != [123, 123]
+
+
+@pytest.mark.parametrize("each", [1, 6])
+def test_a_slot_may_have_many_rows(each: int) -> None:
+    """Of a draft, at several positions; whether or not it was said that there are so many."""
+    asked = [SamplingParams(temperature=0.8, top_k=3, top_p=0.9, logprobs=2), *[SamplingParams()] * 9]
+    slots, positions = [*[0] * 6, *range(1, 10)], [*range(10, 16), *[10] * 9]
+    logits = torch.randn(len(slots), VOCAB, generator=torch.Generator().manual_seed(3)) * 3
+    results = []
+    for state in (joined(asked), joined(asked, fused=False)):
+        rows = SampleRows(*torch.tensor([slots, positions], device=state.device), each=each)
+        results.append(Sampler(state).sample(logits.to(state.device), rows))
+    ours, theirs = results
+    assert ours.tokens.tolist() == theirs.tokens.tolist()
+    assert_same_logprobs(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

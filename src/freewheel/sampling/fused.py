@@ -202,6 +202,7 @@ class FusedSampler:
         mask_rows: Tensor | None,
         tokens: Tensor,
         statuses: Tensor,
+        *,
         each: int = 1,
     ) -> Described | None:
         """Write tokens int64 [rows] and statuses uint8 [rows]; the log probabilities. See ``Sampler.sample``."""

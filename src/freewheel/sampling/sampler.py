@@ -166,8 +166,9 @@ class Sampler:
         count = len(rows.slots)
         samples = Samples.unpack(torch.empty(9 * count, dtype=torch.uint8, device=logits.device), None)
         described = fused.sample(
-            logits, rows.slots, rows.positions, rows.masks, rows.mask_rows, samples.tokens, samples.status, rows.each
-        )
+            logits, rows.slots, rows.positions, rows.masks, rows.mask_rows, samples.tokens, samples.status,
+            each=rows.each,
+        )  # fmt: skip
         if described is None:
             return samples
         return replace(samples, logprobs=Logprobs(torch.arange(count, device=logits.device), *described))
