@@ -1,7 +1,6 @@
 """Decode steps that draft for themselves: the host launches the next before it knows what the last one brought."""
 
 from dataclasses import fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from freewheel.engine.ring import Ring
 from freewheel.engine.runner import StepResult, by_row, on_its_way
 from freewheel.engine.step import Graphs, even, pinned
 from freewheel.models.fused_decoder import Rows
-from freewheel.ops.launch import power
+from freewheel.ops.launch import launch, power
 from freewheel.request import TokenLogprobs
 from freewheel.sampling import Logprobs, SampleRows, Samples, SamplingState
 from freewheel.sampling.fused import sequences_of
@@ -66,8 +65,7 @@ class DraftStep:
     def __init__(self, drafts: DeviceDrafts, sequences: int, rows: int, nodes: int, places: int) -> None:
         device, self._drafts = drafts.pool.device, drafts
         self._sequences, self._nodes = sequences, nodes
-
-        self._tiles = -(-(1 + self._nodes) // drafts.tile_rows)  # of each
+        self._tiles = -(-(1 + nodes) // drafts.tile_rows)  # of each
 
         def room(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -113,7 +111,7 @@ class DraftStep:
         drafts.index.extend(slots)
         drafts.index.draft(slots, self._columns.most_nodes, self._depths, self._trees, width=drafts.width)
         total, history = len(self._laid.slots), drafts.state.history
-        _launch(
+        launch(
             kernels.lay_out, (self._sequences,), 1,
             self._columns, drafts.lengths, self._trees, self._laid, history, history.shape[1], len(history) - 1, total,
             power(self._sequences), self._nodes, power(1 + self._nodes), power(total), self._tiles, drafts.tile_rows,
@@ -122,7 +120,7 @@ class DraftStep:
     def end(self, samples: Samples) -> None:
         """Verify the drafts by what was sampled; sequences grow by what is accepted."""
         drafts, sequences = self._drafts, (self._sequences,)
-        _launch(
+        launch(
             kernels.settle, sequences, 1,
             self._columns, drafts.lengths, self._trees, self._laid, samples.tokens, samples.status, self.ring.words,
             self._paths, sequences_of(drafts.state), len(self.ring.words), self._nodes, power(1 + self._nodes),
@@ -130,7 +128,7 @@ class DraftStep:
         if drafts.width > 1:  # a chain is where it belongs
             pool = drafts.pool
             planes = pool.planes
-            _launch(
+            launch(
                 kernels.compact, (self._sequences, len(planes)), 1,
                 self._columns, self._laid, self._paths, planes, drafts.page_table, pool.num_pages,
                 drafts.page_table.shape[1], self._nodes, pool.page_size, planes.shape[-1], power(planes.shape[-1]),
@@ -171,7 +169,3 @@ class Drafted:
 def _path(words: list[int], part: int) -> list[int]:
     """The tokens, the statuses or the rows of what ``settle`` left in the ring of a sequence."""
     return words[3 + part : 3 + 3 * words[2] : 3]
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], warps: int, *args: Any) -> None:
-    kernel[grid](*args, num_warps=warps)

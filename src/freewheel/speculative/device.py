@@ -1,12 +1,11 @@
 """Drafts on the device: a step with speculation needs no host. Needs Triton."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from freewheel.ops.launch import power
+from freewheel.ops.launch import launch, power
 from freewheel.speculative import draft_kernels as kernels
 from freewheel.speculative.draft import GUESSES
 from freewheel.speculative.draft_kernels import Paths, Tables, Trees
@@ -74,7 +73,7 @@ class DeviceIndex:
         """
         grid = len(slots), len(self.tables.orders)
         tile, warps = (MANY_TOKENS, 8) if many else (FEW_TOKENS, 1)
-        _launch(kernels.extend, grid, warps, self.tables, slots, self._shift, tile)
+        launch(kernels.extend, grid, warps, self.tables, slots, self._shift, tile)
 
     def draft(self, slots: Tensor, most_nodes: Tensor, most_depths: Tensor, out: Trees, *, width: int) -> None:
         """Draft what may follow the tokens in slots, which have been indexed.
@@ -93,7 +92,7 @@ class DeviceIndex:
             raise ValueError(f"width must be from 1 to {MOST_WIDTH}, not {width}")
         nodes, limit = out.tokens.shape[1], GUESSES * width
         levels = len(self.tables.orders)
-        _launch(
+        launch(
             kernels.draft, (len(slots),), 4,
             self.tables, slots, most_nodes, most_depths, out, width, self.chain, limit, self.cap,
             levels, power(levels), power(self.chain), power(self.cap), power(limit), power(nodes), nodes,
@@ -140,8 +139,4 @@ def walk_trees(trees: Trees, starts: Tensor, sampled: Tensor, out: Paths) -> Non
         out: from :func:`make_paths`.
     """
     nodes = trees.tokens.shape[1]
-    _launch(kernels.walk, (len(starts),), 1, trees, starts, sampled, out, nodes, power(nodes))
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], warps: int, *args: Any) -> None:
-    kernel[grid](*args, num_warps=warps)
+    launch(kernels.walk, (len(starts),), 1, trees, starts, sampled, out, nodes, power(nodes))
