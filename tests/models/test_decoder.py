@@ -11,6 +11,7 @@ from torch import Tensor
 from freewheel.models import ModelError
 from freewheel.models.decoder import Decoder, kv_bytes_per_token, kv_cache_shape
 from freewheel.models.spec import ModelSpec
+from freewheel.ops.quantize import GroupQuantized
 from freewheel.ops.rows import RowBatch
 
 PAGE = 4
@@ -81,7 +82,7 @@ class Checkpoint:
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Tensor | GroupQuantized:
         return self.tensors[name]
 
 
@@ -220,6 +221,26 @@ def test_leaves_out_what_is_not_applied() -> None:
     reference, decoder = make_pair("llama-tied")
     more = {name: torch.ones(1) for name in ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")}
     Decoder(decoder.spec, Checkpoint(reference.state_dict() | more), dtype=torch.float32)
+
+
+def test_quantised_weights_are_expanded_on_any_device_but_a_cpu() -> None:
+    class Quantised(Checkpoint):
+        def __getitem__(self, name: str) -> Tensor | GroupQuantized:
+            tensor = self.tensors[name]
+            if tensor.ndim == 1:
+                return tensor
+            scale = torch.ones(len(tensor), 1)
+            return GroupQuantized(tensor.to(torch.uint8), scale, 0 * scale, bits=8, group=tensor.shape[1])
+
+    reference, decoder = make_pair("llama-tied")
+    decoder = Decoder(decoder.spec, Quantised(reference.state_dict()), dtype=torch.bfloat16, device="meta")
+    assert isinstance(decoder.embedding.table, Tensor)
+    products = [decoder.head]
+    for layer in decoder.layers:
+        products += [layer.qkv, layer.output, layer.gate_up, layer.down]
+    for weight in (decoder.embedding.table, *(product.dense()[0] for product in products)):
+        assert weight.device.type == "meta"
+        assert weight.dtype is torch.bfloat16
 
 
 def test_gemma_refuses_float16() -> None:

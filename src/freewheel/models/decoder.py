@@ -177,13 +177,15 @@ class _Reader:
     taken: set[str] = field(default_factory=set)
 
     def stored(self, name: str, *shape: int) -> Tensor | GroupQuantized:
-        """The named weight, as the file has it but for the order of dimensions that are to be rotated."""
+        """The named weight, as the file has it but for dimensions that are to be rotated, and expanded on a GPU."""
         weight = self.weights[name]
         self.taken.add(name)
         if tuple(weight.shape) != shape:
             raise ModelError(f"weight {name!r} has shape {list(weight.shape)}, but the config says {list(shape)}")
         if name.split(".")[-2] in _ROTATED:
             weight = weight[paired(shape[0], self.spec.head_dim)]
+        if isinstance(weight, GroupQuantized) and self.device.type != "cpu":
+            weight = weight.dequantize().to(self.dtype)  # Products of quantised weights are made for CPUs.
         return weight.to(self.device) if isinstance(weight, Tensor) else weight
 
     def refuse_unused(self) -> None:
