@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from freewheel.cache.radix import Node
     from freewheel.sampling import SamplingParams
-    from freewheel.speculative import Budget, NgramIndex
+    from freewheel.speculative import Acceptance, Budget, NgramIndex
 
 
 class FinishReason(StrEnum):
@@ -93,10 +93,12 @@ class Sequence:
     tokens more will follow; or fewer, by up to ``slack``, which a device may draft and reject. What is in flight for
     another ``stay`` than the present one is void.
 
-    Where it speculates, ``budget`` says how much it drafts, and ``ngrams`` holds its tokens while it has a slot.
+    Where it speculates, ``budget`` says how much it drafts, and ``ngrams`` holds its tokens while it has a slot; or, if
+    the device drafts, ``acceptance`` says what came of it.
     """
 
     __slots__ = (
+        "acceptance",
         "budget",
         "cached_tokens",
         "computed",
@@ -157,6 +159,7 @@ class Sequence:
         # Only choice 0 scores the prompt. The first token has no logprob.
         scores = request.params.prompt_logprobs is not None and index == 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if scores else None
+        self.acceptance: Acceptance | None = None
         self.budget: Budget | None = None
         self.ngrams: NgramIndex | None = None
         self.leader: Sequence | None = None  # the choice whose prompt this one waits for

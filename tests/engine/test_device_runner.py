@@ -23,7 +23,8 @@ pytest.importorskip("triton", reason="Triton is made for Linux only")
 
 from mock_model import Collected, collect, run
 
-from freewheel.engine import device_runner, step
+from freewheel.engine import buckets, device_runner, step
+from freewheel.engine.buckets import chunk_sizes
 from freewheel.engine.device_runner import DeviceRunner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -179,10 +180,15 @@ def test_results_are_those_of_their_launch_however_late_they_are_read(tiny_model
     steps.read()
 
 
+def set_buckets(monkeypatch: pytest.MonkeyPatch, *rows: int) -> None:
+    for module in (buckets, device_runner):
+        monkeypatch.setattr(module, "BUCKETS", rows)
+
+
 def test_a_step_of_more_rows_than_a_graph_takes_has_a_place_for_each_part(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_runner, "BUCKETS", (1, 2))
+    set_buckets(monkeypatch, 1, 2)
     steps = Decoding(*decoding(tiny_model, slots=4))
     for _ in range(MOST_LOOKAHEAD + 3):  # of 9 and 9 places
         steps.launch(0, 1, 2, 3)
@@ -214,10 +220,10 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_chunks_are_captured_up_to_what_a_step_may_have() -> None:
-    assert device_runner.chunk_sizes(8192) == [16, 32, 64, 128, 256, 512, 1024]
-    assert device_runner.chunk_sizes(300) == [16, 32, 64, 128, 256, 512]
-    assert device_runner.chunk_sizes(256) == [16, 32, 64, 128, 256]
-    assert device_runner.chunk_sizes(1) == [16]
+    assert chunk_sizes(8192) == [16, 32, 64, 128, 256, 512, 1024]
+    assert chunk_sizes(300) == [16, 32, 64, 128, 256, 512]
+    assert chunk_sizes(256) == [16, 32, 64, 128, 256]
+    assert chunk_sizes(1) == [16]
 
 
 def test_chunks_are_captured_for_some_numbers_of_rows(
@@ -284,7 +290,7 @@ def test_launches_that_fail_in_part_use_up_no_places(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, bucket: int
 ) -> None:
     """However many: nobody reads what their other parts brought."""
-    monkeypatch.setattr(device_runner, "BUCKETS", (bucket,))
+    set_buckets(monkeypatch, bucket)
     runner, state = decoding(tiny_model)
     steps = Decoding(runner, state)
     for _ in range(MOST_LOOKAHEAD):

@@ -18,7 +18,7 @@ from mock_model import Collected, collect, run
 from test_device_runner import DEVICE, make_engine
 
 from freewheel.engine.device_runner import DeviceRunner
-from freewheel.engine.drafting import Table
+from freewheel.engine.drafting import StepTimes
 from freewheel.engine.engine import Engine
 from freewheel.ops import attention_gpu
 
@@ -48,7 +48,8 @@ def copying_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture
 def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are many."""
-    monkeypatch.setattr(Table, "cost", lambda *_: 0.02)
+    of = StepTimes.of
+    monkeypatch.setattr(StepTimes, "of", lambda *args: [(rows, 1 + rows / 1000) for rows, _ in of(*args)])
 
 
 def requests() -> list[Request]:

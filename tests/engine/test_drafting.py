@@ -492,7 +492,7 @@ class TestBudget:
     def test_drafts_that_bring_nothing_end_soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Pace, "cost", lambda pace, sequences: 0.5)
         engine, _ = make_engine(speculation=True, max_model_len=1000, pages=300)
-        assert engine._drafting is not None
+        assert isinstance(engine._drafting, Drafting)
         engine._drafting.budget = lambda: Budget({1: 1.0, 2: 1.5})
         request = make_request("a", FEW * 3, seed=1, allowed_token_ids=FEW, max_tokens=900, ignore_eos=True)
         run(engine, [request])
@@ -501,7 +501,7 @@ class TestBudget:
 
     def test_drafts_that_are_right_get_longer(self) -> None:
         engine, decoder = make_engine(speculation=True, max_model_len=300, budget=64)
-        assert engine._drafting is not None
+        assert isinstance(engine._drafting, Drafting)
         engine._drafting.budget = lambda: Budget({1: 1.0})
         run(engine, [make_request("a", [20] * 9, temperature=0.0, allowed_token_ids=[20], max_tokens=280)])
         assert max(len(batch.token_ids) for batch in decoder.batches) > 16

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from freewheel.speculative import Budget, SpeculationMetrics, best_nodes, step_times
+from freewheel.speculative import Acceptance, Budget, SpeculationMetrics, best_nodes, step_times
 
 TABLES = {
     "free": {1: 1.0, 2: 1.0, 16: 1.0},
@@ -64,11 +64,29 @@ def test_tables_are_checked(table: dict[int, float]) -> None:
 
 def test_the_best_number_of_nodes() -> None:
     times = step_times({1: 1.0, 9: 1.8})  # a tenth of a step for each
-    assert best_nodes(0.0, times) == 0
-    assert best_nodes(0.1, times) == 0
-    assert best_nodes(0.11, times) == 1
-    assert best_nodes(1.0, times) == 8
-    assert best_nodes(0.5, times) == 2  # 1.75 tokens in 1.2; 1.875 in 1.3 are fewer
+    assert best_nodes(0.0, 0.0, times) == 0
+    assert best_nodes(0.1, 0.1, times) == 0
+    assert best_nodes(0.11, 0.11, times) == 1
+    assert best_nodes(1.0, 1.0, times) == 8
+    assert best_nodes(0.5, 0.5, times) == 2  # 1.75 tokens in 1.2; 1.875 in 1.3 are fewer
+    assert best_nodes(0.09, 1.0, times) == 0  # 1.72 tokens in 1.8
+    assert best_nodes(0.12, 1.0, times) == 8  # 1.96
+
+
+def test_acceptance_of_the_first_token_is_another_matter_than_that_of_later_ones() -> None:
+    acceptance = Acceptance()
+    assert (acceptance.first, acceptance.later) == (0.5, 0.5)
+    for depth, accepted in [(4, 4), (4, 0), (1, 1), (3, 1)] * 50:
+        acceptance.observe(depth, accepted)
+    assert acceptance.first == pytest.approx(3 / 4, abs=0.1)
+    assert acceptance.later == pytest.approx(3 / 4, abs=0.1)  # of (4, 4) three in three, of (3, 1) none in one
+    for _ in range(50):
+        acceptance.observe(9, 0)
+    assert acceptance.first < 0.03
+    assert acceptance.later == pytest.approx(3 / 4, abs=0.1)
+    acceptance.be_open()
+    acceptance.observe(1, 1)
+    assert acceptance.first > 0.5
 
 
 def pauses(budget: Budget, count: int) -> list[int]:
@@ -124,6 +142,8 @@ def test_outcomes_are_checked() -> None:
     for depth, accepted in ((1, 2), (1, -1), (-1, -1)):
         with pytest.raises(ValueError, match="accepted"):
             Budget({1: 1.0}).observe(depth, accepted)
+    with pytest.raises(ValueError, match="accepted"):
+        Acceptance().observe(0, 0)
 
 
 def test_metrics_add_up() -> None:

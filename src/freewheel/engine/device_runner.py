@@ -20,8 +20,9 @@ from torch import Tensor
 
 from freewheel.cache.pool import KVPool
 from freewheel.config import MOST_LOOKAHEAD, EngineConfig
+from freewheel.engine.buckets import BUCKETS, CHUNKS, bucket_for, buckets, chunk_sizes, draft_rows
 from freewheel.engine.draft_step import DeviceDrafts, Drafted, DraftStep
-from freewheel.engine.engine import MAX_DRAFT_ROWS, MAX_SCORED_ROWS
+from freewheel.engine.engine import MAX_SCORED_ROWS
 from freewheel.engine.runner import Brought, InFlight, Launched, Runner, Span, StepResult
 from freewheel.engine.scheduler import pages_for
 from freewheel.engine.step import Captured, Decoded, DecodeStep, even, pinned
@@ -30,10 +31,9 @@ from freewheel.models.fused_decoder import FusedDecoder, Rows
 from freewheel.ops.attention_gpu import plan_tiles
 from freewheel.sampling import Logprobs, Sampler
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-CHUNKS = (16, 32, 64, 128, 256, 512, 1024)
 MOST_WANTED = 32  # rows of a captured chunk that have logits
 RARE = 4  # times that a demand is met before its step is captured; at least once, which compiles its kernels
+TIMED = 5  # runs by which a step is timed when it is prepared
 MOST_WHOLE = 16  # captured for a number of rows; that which was not needed for longest makes room
 
 
@@ -140,20 +140,30 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def _rehearse(self, rows: int) -> None:
-        self._rehearse_step(self._step(rows))
+        self._rehearse_step((rows, 0), self._step(rows))
 
     @torch.inference_mode()
     def _rehearse_drafts(self, sequences: int) -> None:
         for rows in reversed(draft_rows(sequences, self._most_nodes, self._most_rows)):
-            self._rehearse_step(self._draft_step(sequences, rows))
+            self._rehearse_step((sequences, rows), self._draft_step(sequences, rows))
 
-    def _rehearse_step(self, step: Decode) -> None:
+    def _rehearse_step(self, key: tuple[int, int], step: Decode) -> None:
+        """Prepare a step; where it is captured, note what it takes with idle rows."""
         step.forget()
         step.put([], [])
         self._sample(step, self._forward(step))
-        if self._graphs:
-            self._capture_whole(step, self._sampler.demand)
+        if not self._graphs:
+            self._wait()
+            return
+        self._capture_whole(step, demand := self._sampler.demand)
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        step.graphs.whole[demand].replay()
+        began.record()
+        for _ in range(TIMED):
+            step.graphs.whole[demand].replay()
+        ended.record()
         self._wait()
+        self.seconds[key] = began.elapsed_time(ended) / 1e3 / TIMED
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -196,7 +206,7 @@ class DeviceRunner(Runner):
             self._know_lengths(spans, self._drafts)
             step.put(slots, nodes)
         else:
-            step = self._step(next(bucket for bucket in BUCKETS if bucket >= len(spans)))
+            step = self._step(bucket_for(len(spans)))
             step.put(slots, [span.start for span in spans])
         logprobs = self._replay(step) if self._graphs else self._sample(step, self._forward(step))
         return step.launched(logprobs)
@@ -238,7 +248,7 @@ class DeviceRunner(Runner):
     def _draft_step(self, sequences: int, rows: int) -> DraftStep:
         """The same of so many sequences or more, in which there are so many rows or more."""
         assert self._drafts is not None
-        sequences = next(bucket for bucket in BUCKETS if bucket >= sequences)
+        sequences = bucket_for(sequences)
         rows = next(bucket for bucket in draft_rows(sequences, self._most_nodes, self._most_rows) if bucket >= rows)
         key = sequences, rows
         if key not in self._draft_steps:
@@ -356,22 +366,6 @@ class DeviceRunner(Runner):
         padded = [column + [0] * (even(count) - count) for column in columns]
         numbers = pinned(torch.tensor(padded, dtype=torch.int64), self._device)
         return numbers.to(self._device, non_blocking=True)[:, :count].unbind()
-
-
-def buckets(slots: int) -> list[int]:
-    """Numbers of rows that steps of so many sequences have."""
-    return [rows for rows in BUCKETS if rows < 2 * slots]
-
-
-def draft_rows(sequences: int, nodes: int, most_rows: int) -> list[int]:
-    """Numbers of rows that steps of so many sequences have, each of which may have drafts of so many nodes."""
-    most = max(min(sequences * (1 + nodes), MAX_DRAFT_ROWS, most_rows), sequences + 1)
-    return [rows for rows in (*BUCKETS, MAX_DRAFT_ROWS) if sequences < rows < 2 * most]
-
-
-def chunk_sizes(most_rows: int) -> list[int]:
-    """Numbers of rows for which chunks are captured, where steps have so many at most."""
-    return [rows for rows in CHUNKS if rows < 2 * max(most_rows, CHUNKS[0])]
 
 
 def idle_chunk(fused: FusedDecoder, rows: int, logit_rows: int) -> tuple[Rows, Tensor]:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from freewheel.cache.pool import KVPool
 from freewheel.cache.radix import Node, PrefixCache
 from freewheel.config import EngineConfig
-from freewheel.engine.drafting import Drafting, Pace, Table
+from freewheel.engine.buckets import BUCKETS, MAX_DRAFT_ROWS
+from freewheel.engine.drafting import DeviceDrafting, Drafting, Pace, StepTimes
 from freewheel.engine.runner import Decoder, InFlight, Runner, Sampled, Span, StepResult
 from freewheel.engine.scheduler import Capacity, Entry, pages_for, plan
 from freewheel.engine.stopping import cut, max_length, stop_ids
@@ -22,7 +23,6 @@ from freewheel.speculative import NgramIndex, SpeculationMetrics
 
 # Scoring a prompt needs a row of logits for every token, as a draft does: a step's [rows, vocab_size] must stay small.
 MAX_SCORED_ROWS = 128
-MAX_DRAFT_ROWS = 512  # of a step whose drafts the device makes
 
 _rank = attrgetter("rank")
 
@@ -98,14 +98,15 @@ class Engine:
         self._flights: deque[tuple[list[_Row], InFlight]] = deque()
         default = 1 if pool.device.type == "cuda" else 0
         self._lookahead = default if config.lookahead is None else config.lookahead
-        self._drafting: Drafting | None = None
+        self._drafting: Drafting | DeviceDrafting | None = None
         self._pace = Pace()
-        self._drafts_ahead = config.speculation and kernels
-        if config.speculation:
-            self._drafting = Drafting(config, Table() if kernels else self._pace, corpus)
-            if not kernels:
-                self._lookahead = 0
         self._most_rows = config.most_rows(pool.device.type)
+        if config.speculation and kernels:
+            times = StepTimes(self._runner.seconds, config.draft_nodes, self._most_rows)
+            self._drafting = DeviceDrafting(times, config.draft_nodes)
+        elif config.speculation:
+            self._drafting = Drafting(config, self._pace, corpus)
+            self._lookahead = 0
         self.preemptions = 0
 
     def preparations(self) -> list[tuple[str, Callable[[], None]]]:
@@ -222,9 +223,10 @@ class Engine:
         """
         rows = self._schedule()
         if rows:
-            if self._drafting is not None:
-                draft = self._draft_ahead if self._drafts_ahead else self._draft
-                draft(rows, self._drafting)
+            if isinstance(self._drafting, DeviceDrafting):
+                self._draft_ahead(rows, self._drafting)
+            elif self._drafting is not None:
+                self._draft(rows, self._drafting)
             try:
                 flight = self._launch([row.span for row in rows])
             except BaseException:
@@ -242,7 +244,7 @@ class Engine:
         return self._take_outputs()
 
     def _launch(self, spans: list[Span]) -> InFlight:
-        if self._drafting is None or self._drafts_ahead:
+        if not isinstance(self._drafting, Drafting):
             return self._runner.launch(spans)
         began = perf_counter()
         flight = self._runner.launch(spans)
@@ -357,29 +359,26 @@ class Engine:
         if needs:
             self._secure(needs)
 
-    def _draft_ahead(self, rows: list["_Row"], drafting: Drafting) -> None:
+    def _draft_ahead(self, rows: list["_Row"], drafting: DeviceDrafting) -> None:
         """Let the device draft for those who decode, by rank, as far as rows and pages are left.
 
         The host goes on as if all were accepted: it knows how far a sequence gets at most.
         """
         decoding = [i for i, row in enumerate(rows) if row.span.rows == 1 and row.span.sample and not row.span.scored]
-        if not decoding:
+        sequences = [rows[i].sequence for i in decoding]
+        wanted = [0] * len(decoding)
+        if 0 < len(decoding) <= BUCKETS[-1]:
+            wanted = drafting.nodes(sequences, self._most_nodes)
+        if not any(wanted) and not any(sequence.slack for sequence in sequences):
             return
-        drafting.price(len(decoding))
         left = min(self._most_rows - sum(row.span.rows for row in rows), MAX_DRAFT_ROWS - len(decoding))
         # All that run find another page, and those who wait find all there are.
         size, pages = self._pool.page_size, 0 if self._waiting else max(self._cache.available - len(self._running), 0)
         needs: list[tuple[Sequence, int]] = []
-        for i in decoding:
-            sequence, span, _ = rows[i]
-            most = min(
-                left,
-                (len(sequence.pages) + pages) * size - span.start - 1,
-                sequence.max_length - sequence.length - 1,
-            )
-            if self._state.settings[sequence.slot].edited(len(sequence.tokens)):  # the kernels edit a row of each
-                most = 0
-            nodes = drafting.nodes(sequence, most) if most > 0 else 0
+        for i, sequence, nodes in zip(decoding, sequences, wanted):
+            span = rows[i].span
+            if nodes:
+                nodes = max(min(nodes, left, (len(sequence.pages) + pages) * size - span.start - 1), 0)
             if nodes or sequence.slack:
                 rows[i] = rows[i]._replace(span=span._replace(nodes=nodes, follows=sequence.slack > 0))
             if nodes:
@@ -389,6 +388,11 @@ class Engine:
                 needs.append((sequence, end))
         if needs:
             self._secure(needs)
+
+    def _most_nodes(self, sequence: Sequence) -> int:
+        """Of a draft that the device makes: the kernels edit the logits of one row of each sequence."""
+        edited = self._state.settings[sequence.slot].edited(len(sequence.tokens))
+        return 0 if edited else max(sequence.max_length - sequence.length - 1, 0)
 
     def _candidates(self, offers: dict[int, "_Offer"]) -> Iterator[Entry]:
         """Waiting sequences with what the prefix cache offers them, looked up as the scheduler gets to them."""
@@ -576,8 +580,8 @@ class Engine:
             self._add_run(sequence, tokens, logprobs or None, output)
         accepted = len(walked) - 1
         output.drafted, output.accepted = drafted[0], min(accepted, len(output.token_ids))
-        assert sequence.budget is not None
-        sequence.budget.observe(drafted[1], accepted)
+        assert self._drafting is not None
+        self._drafting.observe(sequence, drafted[1], accepted)
         sequence.computed, sequence.launched = len(sequence.tokens) - 1, sequence.length - 1
         needed = pages_for(max(sequence.launched, len(sequence.tokens)), self._pool.page_size)
         self._cache.release(sequence.pages[needed:])

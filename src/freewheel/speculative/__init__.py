@@ -7,7 +7,7 @@ accepted = walk(tree, sampled)  # the token sampled at each row: the last token'
 index.extend(accepted.tokens)
 """
 
-from freewheel.speculative.budget import Budget, best_nodes, step_times
+from freewheel.speculative.budget import Acceptance, Budget, best_nodes, step_times
 from freewheel.speculative.draft import draft
 from freewheel.speculative.index import SEPARATOR, Match, NgramIndex
 from freewheel.speculative.metrics import SpeculationMetrics
@@ -25,6 +25,7 @@ from freewheel.speculative.walk import TreeBatch, Walk, Walks, batch_trees, walk
 __all__ = [
     "MAX_ROWS",
     "SEPARATOR",
+    "Acceptance",
     "Budget",
     "DraftTree",
     "Links",

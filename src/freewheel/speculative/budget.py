@@ -7,7 +7,7 @@ long the next ones are, or that there are none for a while.
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-DECAY = 0.9  # of what earlier drafts count, with each further one
+DECAY = 0.93  # of what earlier drafts count, with each further one
 FIRST_PAUSE, LONGEST_PAUSE = 8, 1024  # in steps
 TRIAL_SHARE = 0.01  # of the time until the next trial that a trial may cost
 PATIENCE = 4  # steps that a trial's outcome may be late
@@ -33,20 +33,65 @@ def step_times(table: Mapping[int, float]) -> list[float]:
     return times
 
 
-def best_nodes(acceptance: float, times: Sequence[float]) -> int:
+def best_nodes(first: float, later: float, times: Sequence[float]) -> int:
     """The length of a chain that brings most tokens per time; the shortest of equals.
 
     Args:
-        acceptance: the probability that a drafted token is accepted if those before it are.
+        first, later: as :class:`Acceptance` has them.
         times: from :func:`step_times`.
     """
-    best, most, tokens, reached = 0, 1.0, 1.0, 1.0
+    best, most, tokens, reached = 0, 1.0, 1.0, first
     for nodes, time in enumerate(times[1:], 1):
-        reached *= acceptance
         tokens += reached
+        reached *= later
         if tokens > most * time:
             best, most = nodes, tokens / time
     return best
+
+
+class Acceptance:
+    """How likely the tokens of a request's drafts are accepted: averages that recent drafts dominate.
+
+    Whether a draft is any good shows in its first token, and is another matter than how long a good one is.
+    """
+
+    def __init__(self) -> None:
+        """Start as if every second token were accepted, with little weight for the first of a draft."""
+        self._accepted, self._tried = [0.75, 1.0], [1.5, 2.0]
+
+    @property
+    def first(self) -> float:
+        """The probability that a draft's first token is accepted."""
+        return self._accepted[0] / self._tried[0]
+
+    @property
+    def later(self) -> float:
+        """That of any other, if those before it are."""
+        return self._accepted[1] / self._tried[1]
+
+    def observe(self, depth: int, accepted: int) -> None:
+        """Note what became of a draft.
+
+        Args:
+            depth: of the draft, at least 1.
+            accepted: tokens of it that were accepted. The next one was tried as well; what is deeper was not.
+
+        Raises:
+            ValueError: more accepted than drafted, or nothing drafted.
+        """
+        if not 0 <= accepted <= depth or not depth:
+            raise ValueError(f"{accepted} tokens can't be accepted of a draft {depth} deep")
+        self._count(0, min(accepted, 1), 1)
+        if accepted and depth > 1:
+            self._count(1, accepted - 1, min(accepted, depth - 1))
+
+    def be_open(self) -> None:
+        """Let the next draft count as much for the first token as all before it."""
+        self._accepted[0], self._tried[0] = self.first, 1.0
+
+    def _count(self, kind: int, accepted: int, tried: int) -> None:
+        self._accepted[kind] = DECAY * self._accepted[kind] + accepted
+        self._tried[kind] = DECAY * self._tried[kind] + tried
 
 
 class Budget:
@@ -59,19 +104,10 @@ class Budget:
     """
 
     def __init__(self, table: Mapping[int, float]) -> None:
-        """Start as if one half of two tokens were accepted.
-
-        Args:
-            table: as for :func:`step_times`.
-        """
-        self._accepted, self._tried = 1.0, 2.0
+        """Begin with a table as for :func:`step_times`."""
+        self.acceptance = Acceptance()
         self._wait = self._pending = self._pause = 0
         self.price(step_times(table))
-
-    @property
-    def acceptance(self) -> float:
-        """Of a drafted token whose predecessors are accepted: the average, which recent drafts dominate."""
-        return self._accepted / self._tried
 
     def price(self, times: Sequence[float]) -> None:
         """Go by other times from now on, such as :func:`step_times` gives: what else is in a step has changed.
@@ -79,11 +115,11 @@ class Budget:
         A pause that has begun goes on.
         """
         self.times = times
-        self._trial = int(best_nodes(1.0, times) > 0)  # 0: would not pay even if all were accepted
+        self._trial = int(best_nodes(1.0, 1.0, times) > 0)  # 0: would not pay even if all were accepted
         lost = times[1] - 1.0 if self._trial else 0.0
         self._first_pause = max(FIRST_PAUSE, round(lost / TRIAL_SHARE))
         self._pause = max(self._pause, self._first_pause)
-        self._best = best_nodes(self.acceptance, times)
+        self._best = self._choose()
 
     def nodes(self) -> int:
         """Most nodes of the draft of the next step. Called once for each step."""
@@ -99,25 +135,22 @@ class Budget:
         return self._trial
 
     def observe(self, depth: int, accepted: int) -> None:
-        """Note what became of a draft, up to ``PATIENCE`` steps late.
+        """Note what became of a draft, up to ``PATIENCE`` steps late; as :meth:`Acceptance.observe`.
 
         Args:
             depth: of the draft; 0 if nothing was found to draft, which is not held against the next one.
-            accepted: tokens of it that were accepted. The next one was tried as well; what is deeper was not.
-
-        Raises:
-            ValueError: more accepted than drafted.
+            accepted: tokens of it that were accepted.
         """
-        if not 0 <= accepted <= depth:
-            raise ValueError(f"{accepted} tokens can't be accepted of a draft {depth} deep")
         self._pending = 0
-        if not depth:
+        if not depth and not accepted:
             return
-        self._accepted = DECAY * self._accepted + accepted
-        self._tried = DECAY * self._tried + min(accepted + 1, depth)
-        self._best = best_nodes(self.acceptance, self.times)
+        self.acceptance.observe(depth, accepted)
+        self._best = self._choose()
         if accepted:
             self._pause = self._first_pause
         if not self._best and not self._wait:
             self._wait, self._pause = self._pause, min(2 * self._pause, max(LONGEST_PAUSE, self._first_pause))
-            self._accepted, self._tried = self.acceptance, 1.0  # one trial can then turn the balance
+            self.acceptance.be_open()  # one trial can then turn the balance
+
+    def _choose(self) -> int:
+        return best_nodes(self.acceptance.first, self.acceptance.later, self.times)
