@@ -14,6 +14,7 @@ from torch import Tensor
 
 from freewheel.cache.pool import KVPool
 from freewheel.config import Draw, EngineConfig
+from freewheel.engine.drafting import Drafting
 from freewheel.engine.engine import Engine
 from freewheel.ops.rows import RowBatch
 from freewheel.request import FinishReason, Request, StepOutput
@@ -119,7 +120,7 @@ def make_engine(
     engine = Engine(
         decoder, pool, config, max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids={EOS}, corpus=corpus
     )
-    if engine._drafting is not None:
+    if isinstance(engine._drafting, Drafting):
         engine._drafting.budget = lambda: Eager(config.draft_nodes)
     return engine, decoder
 

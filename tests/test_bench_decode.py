@@ -300,7 +300,7 @@ def test_variants_share_one_model_and_are_measured_in_turn(setup: Setup, monkeyp
     assert [one.copied_mib for one in measured] == [None, mib, None, 3 * mib]
     once = [(0, 8), (1, 8), *[(0, 1), (0, 40), (1, 1), (1, 40)] * 2]
     assert lengths == once * 2
-    tables = [engine.engine._runner._decoder.embedding.table for engine in engines]  # type: ignore[attr-defined]
+    tables = [engine.engine.runner._decoder.embedding.table for engine in engines]  # type: ignore[attr-defined]
     assert tables[0] is tables[1]
 
 

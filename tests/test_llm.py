@@ -188,7 +188,7 @@ class TestGenerate:
     @pytest.mark.parametrize("draw", ["two_level", "gumbel", "multinomial"])
     def test_the_draw_is_the_one_that_was_asked_for(self, tiny_model: Path, draw: Draw) -> None:
         with LLM(tiny_model, dtype="float32", draw=draw) as llm:
-            drawn = llm._engine._runner._sampler._draw
+            drawn = llm._engine.runner._sampler._draw
             assert type(drawn).__name__.lower() == draw.replace("_", "")
             calls = []
             rows = drawn.rows
@@ -234,7 +234,7 @@ class TestGenerate:
             greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
             expected = [essence(output) for output in llm.generate(healthy, greedy)]
             sick = 250
-            forward = llm._engine._runner._decoder.forward
+            forward = llm._engine.runner._decoder.forward
 
             def infected(batch: Any, kv: Any) -> Any:
                 logits = forward(batch, kv)
@@ -243,7 +243,7 @@ class TestGenerate:
                         cache.flatten(2, 3)[:, :, batch.kv_slots[first]] = torch.nan
                 return logits
 
-            llm._engine._runner._decoder.forward = infected  # type: ignore[method-assign]
+            llm._engine.runner._decoder.forward = infected  # type: ignore[method-assign]
             for _ in range(4):
                 outputs = llm.generate([[sick] * 20, *healthy], greedy)
                 assert outputs[0].outputs[0].finish_reason == "error"
@@ -333,7 +333,7 @@ class TestInterruption:
         with LLM(tiny_model, dtype="float32") as llm:
             greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
             expected = essence(llm.generate("the", greedy)[0])
-            decoder = llm._engine._runner._decoder
+            decoder = llm._engine.runner._decoder
             forward, calls = decoder.forward, []
 
             def interrupted(batch: Any, kv: Any) -> Any:
@@ -351,13 +351,13 @@ class TestInterruption:
 
     def test_a_handler_that_returns_lets_generation_go_on(self, tiny_model: Path) -> None:
         with LLM(tiny_model, dtype="float32") as llm:
-            forward, signals = llm._engine._runner._decoder.forward, []
+            forward, signals = llm._engine.runner._decoder.forward, []
 
             def interrupted(batch: Any, kv: Any) -> Any:
                 os.kill(os.getpid(), signal.SIGINT)
                 return forward(batch, kv)
 
-            llm._engine._runner._decoder.forward = interrupted  # type: ignore[method-assign]
+            llm._engine.runner._decoder.forward = interrupted  # type: ignore[method-assign]
             before = signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
             try:
                 greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
@@ -368,7 +368,7 @@ class TestInterruption:
 
     def test_an_exception_in_a_step_ends_the_call_and_leaves_nothing(self, tiny_model: Path) -> None:
         with LLM(tiny_model, dtype="float32") as llm:
-            decoder = llm._engine._runner._decoder
+            decoder = llm._engine.runner._decoder
             forward = decoder.forward
 
             def fail(batch: Any, kv: Any) -> Any:

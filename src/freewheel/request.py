@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from freewheel.cache.radix import Node
+    from freewheel.engine.drafting import Guess
     from freewheel.sampling import SamplingParams
     from freewheel.speculative import Acceptance, Budget, NgramIndex
 
@@ -94,7 +95,7 @@ class Sequence:
     another ``stay`` than the present one is void.
 
     Where it speculates, ``budget`` says how much it drafts, and ``ngrams`` holds its tokens while it has a slot; or, if
-    the device drafts, ``acceptance`` says what came of it.
+    the device drafts, ``acceptance`` says what came of it, and ``guess`` is what the host thinks that follows.
     """
 
     __slots__ = (
@@ -103,6 +104,7 @@ class Sequence:
         "cached_tokens",
         "computed",
         "followers",
+        "guess",
         "index",
         "key",
         "launched",
@@ -160,6 +162,7 @@ class Sequence:
         scores = request.params.prompt_logprobs is not None and index == 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if scores else None
         self.acceptance: Acceptance | None = None
+        self.guess: Guess | None = None
         self.budget: Budget | None = None
         self.ngrams: NgramIndex | None = None
         self.leader: Sequence | None = None  # the choice whose prompt this one waits for

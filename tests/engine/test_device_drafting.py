@@ -1,4 +1,4 @@
-"""How much a device drafts, in simulated decoding: what was decided before is known to have come of it a step later."""
+"""How much a device drafts, in simulated decoding: what became of a draft is known a step later."""
 
 import random
 from collections.abc import Sequence as Run
@@ -8,24 +8,26 @@ import pytest
 from mock_model import make_request
 
 from freewheel.cache.radix import PrefixCache
-from freewheel.engine.buckets import draft_rows
-from freewheel.engine.drafting import DeviceDrafting, StepTimes
+from freewheel.engine.buckets import bucket_for, draft_rows, draft_step
+from freewheel.engine.drafting import GUESSED, DeviceDrafting, StepTimes
+from freewheel.engine.runner import Span
 from freewheel.request import Sequence
 
 NODES = 32
+SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def sequence(key: int) -> Sequence:
-    request = make_request(f"r{key}", [1, 2, 3])
+def sequence(key: int, tokens: Run[int] = (1, 2, 3)) -> Sequence:
+    request = make_request(f"r{key}", tokens)
     root = PrefixCache(1, 16).root
-    return Sequence(request, 0, tokens=[1, 2, 3], key=key, seed=0, stop_ids={}, max_length=99, node=root)
+    return Sequence(request, 0, tokens=[*tokens], key=key, seed=0, stop_ids={}, max_length=2000, node=root)
 
 
 def measured(jump: float, row: float) -> dict[tuple[int, int], float]:
     """A step with drafts takes longer by the jump, and by each of its rows."""
     times = {}
-    for size in (1, 2, 4, 8, 16, 32, 64):
-        times[size, 0] = plain = 0.001 * (1 + row * size)
+    for size in SIZES:
+        times[size, 0] = times[size, size] = plain = 0.001 * (1 + row * size)
         times |= {(size, rows): plain + 0.001 * (jump + row * (rows - size)) for rows in draft_rows(size, NODES, 512)}
     return times
 
@@ -47,20 +49,29 @@ class Text:
         return nodes, accepted
 
 
+class Simulated(DeviceDrafting):
+    """The host's guesses are simulated as well."""
+
+    def __init__(self, times: dict[tuple[int, int], float], texts: Run[Text], rng: random.Random) -> None:
+        super().__init__(StepTimes(times, NODES, 512), NODES)
+        self.texts, self.rng = texts, rng
+
+    def _guess(self, sequence: Sequence) -> None:
+        self.observe(sequence, *self.texts[sequence.key].draft(self.rng, GUESSED))
+
+
 def decode(texts: Run[Text], steps: int, times: dict[tuple[int, int], float], seed: int = 0) -> float:
     """Tokens per time, relative to plain steps."""
-    rng, drafting = random.Random(seed), DeviceDrafting(StepTimes(times, NODES, 512), NODES)
+    rng = random.Random(seed)
+    drafting = Simulated(times, texts, rng)
     sequences = [sequence(key) for key in range(len(texts))]
-    size = next(size for size in (1, 2, 4, 8, 16, 32, 64) if size >= len(texts))
     tokens, seconds, late, slack = 0, 0.0, list[list[tuple[int, int] | None]](), False
+    plain = times[bucket_for(len(texts)), 0]
     for _ in range(steps):
         nodes = drafting.nodes(sequences, lambda _: NODES)
         outcomes = [text.draft(rng, count) if count else None for text, count in zip(texts, nodes)]
-        needed = len(texts) + sum(nodes)
-        if sum(nodes) or slack:  # as after drafts the next step has to find out where it is
-            seconds += times[size, next(rows for rows in draft_rows(size, NODES, 512) if rows >= needed)]
-        else:
-            seconds += times[size, 0]
+        # After drafts the next step has to find out where it is.
+        seconds += times[draft_step(len(texts), sum(nodes), NODES, 512)] if sum(nodes) or slack else plain
         slack = sum(nodes) > 0
         tokens += len(texts) + sum(outcome[1] for outcome in outcomes if outcome)
         late.append(outcomes)
@@ -68,10 +79,10 @@ def decode(texts: Run[Text], steps: int, times: dict[tuple[int, int], float], se
             for one, outcome in zip(sequences, late.pop(0)):
                 if outcome is not None:
                     drafting.observe(one, *outcome)
-    return tokens / seconds / (len(texts) / times[size, 0])
+    return tokens / seconds / (len(texts) / plain)
 
 
-@pytest.mark.parametrize("text", [Text(0.0, 0.0), Text(1.0, 0.0), Text(1.0, 0.03)])
+@pytest.mark.parametrize("text", [Text(0.0, 0.0), Text(1.0, 0.0), Text(1.0, 0.03), Text(0.3, 0.1)])
 @pytest.mark.parametrize("count", [1, 3, 8, 32])
 @pytest.mark.parametrize(("jump", "row"), [(0.05, 0.001), (0.3, 0.01), (0.7, 0.03)])
 def test_where_nothing_is_accepted_hardly_anything_is_lost(text: Text, count: int, jump: float, row: float) -> None:
@@ -80,65 +91,118 @@ def test_where_nothing_is_accepted_hardly_anything_is_lost(text: Text, count: in
 
 @pytest.mark.parametrize("count", [1, 3, 8, 32])
 def test_where_much_is_accepted_much_is_won(count: int) -> None:
-    """The best that is possible: rows for all, each of which is accepted."""
     times = measured(0.3, 0.01)
     assert decode([Text(0.9, 0.95)] * count, 512, times) > {1: 6.0, 3: 5.0, 8: 3.5, 32: 2.0}[count]
 
 
 def test_rows_go_to_those_who_gain_by_them() -> None:
     times = measured(0.1, 0.01)
-    copying, other = Text(1.0, 0.97), Text(0.3, 0.1)
-    assert decode([copying, *[other] * 7], 512, times) > 1.5
-    drafting = DeviceDrafting(StepTimes(times, NODES, 512), NODES)
-    sequences = [sequence(key) for key in range(8)]
-    nodes = [0] * 8
+    texts = [Text(0.3, 0.1)] * 7 + [Text(1.0, 0.97)]
+    assert decode(texts, 512, times) > 1.5
+    drafting = Simulated(times, texts, random.Random(0))
+    sequences, nodes = [sequence(key) for key in range(8)], [0] * 8
     for _ in range(40):
         nodes = drafting.nodes(sequences, lambda _: NODES)
         for one, count in zip(sequences, nodes):
             if count:
-                drafting.observe(one, count, count if one.key == 3 else 0)
-    assert nodes[3] > 15
-    assert max(count for key, count in enumerate(nodes) if key != 3) < 5
+                drafting.observe(one, count, count if one.key == 7 else 0)
+    assert nodes[7] > 15
+    assert max(nodes[:7]) < 5
 
 
-def test_a_neighbour_who_gains_pays_for_others_only_if_all_gain() -> None:
-    """One of 32 can't make up for a step that takes twice as long."""
+def test_one_who_gains_is_no_reason_to_slow_down_all() -> None:
+    """One of 32 can't make up for steps that take twice as long."""
     assert decode([Text(1.0, 0.9), *[Text(1.0, 0.0)] * 31], 512, measured(1.0, 0.01)) >= 0.98
 
 
-def test_pauses_end_where_drafts_are_accepted_again() -> None:
-    drafting = DeviceDrafting(StepTimes(measured(0.2, 0.01), NODES, 512), NODES)
-    [one] = sequences = [sequence(0)]
-
-    def drafted(steps: int, good: bool) -> int:
-        count = 0
-        for _ in range(steps):
-            [nodes] = drafting.nodes(sequences, lambda _: NODES)
-            count += nodes > 0
-            if nodes:
-                drafting.observe(one, nodes, nodes if good else 0)
-        return count
-
-    assert drafted(400, False) < 12
-    assert drafted(400, True) > 50
+def test_nobody_drafts_before_a_guess_was_right() -> None:
+    drafting = DeviceDrafting(StepTimes(measured(0.0, 0.0), NODES, 512), NODES)
+    one = sequence(0, [5, 6, 7, 5, 6])
+    assert drafting.nodes([one], lambda _: NODES) == [0]
+    assert one.guess == (5, (7, 5, 6, 7, 5, 6, 7, 5))
+    assert drafting.nodes([one], lambda _: NODES) == [0]  # nothing came meanwhile
+    one.tokens.append(7)
+    assert drafting.nodes([one], lambda _: NODES) == [0]
+    assert drafting.nodes([one], lambda _: NODES)[0] > 8
+    assert drafting.nodes([one], lambda _: 0) == [0], "it can have none"
 
 
-def test_nothing_is_tried_that_could_never_pay() -> None:
-    drafting = DeviceDrafting(StepTimes(measured(100.0, 1.0), NODES, 512), NODES)
-    assert not any(drafting.nodes([sequence(0)], lambda _: NODES)[0] for _ in range(2000))
+@pytest.mark.parametrize(
+    ("came", "first", "later"),
+    [
+        ([], 1 / 2, 1 / 2),
+        ([9], 0.20, 1 / 2),  # and for 9 nothing is found, which counts as well
+        ([7, 5], 0.71, 0.67),
+        ([7, 5, 6, 9], 0.49, 0.60),
+        ([7, 5, 6, 7, 5, 6, 7, 5, 9], 0.49, 0.90),
+    ],
+)
+def test_guesses_tell_how_good_drafts_would_be(came: list[int], first: float, later: float) -> None:
+    drafting = DeviceDrafting(StepTimes(measured(9.0, 9.0), NODES, 512), NODES)
+    one = sequence(0, [5, 6, 7, 5, 6])
+    drafting.nodes([one], lambda _: NODES)
+    one.tokens += came
+    drafting.nodes([one], lambda _: NODES)
+    if not came:
+        assert one.acceptance is None
+        return
+    assert one.acceptance is not None
+    assert (one.guess is None) == (came[-1] == 9)
+    assert (one.acceptance.first, one.acceptance.later) == pytest.approx((first, later), abs=0.01)
+
+
+def test_sequences_take_turns() -> None:
+    drafting = DeviceDrafting(StepTimes(measured(9.0, 9.0), NODES, 512), NODES)
+    sequences = [sequence(key, [5, 6, 7, 5, 6]) for key in range(10)]
+    guessed = []
+    for _ in range(3):
+        drafting.nodes(sequences, lambda one: one.key != 2)
+        guessed.append([one.key for one in sequences if one.guess])
+    assert guessed == [[0, 1, 3], [0, 1, 3, 4, 5, 6, 7], [0, 1, 3, 4, 5, 6, 7, 8, 9]]
 
 
 def test_nobody_gets_more_than_it_can_have() -> None:
-    drafting = DeviceDrafting(StepTimes(measured(0.0, 0.0), NODES, 512), NODES)
+    texts = [Text(1.0, 1.0)] * 5
+    drafting = Simulated(measured(0.0, 0.0), texts, random.Random(0))
     sequences = [sequence(key) for key in range(5)]
-    assert drafting.nodes(sequences, lambda one: 2 * one.key) == [0, 2, 4, 6, 8]
-    assert drafting.nodes(sequences, lambda one: one.key) == [0, 1, 2, 3, 4]
+    for _ in range(5):
+        assert all(drafting.nodes(sequences, lambda one: one.key)[key] <= key for key in range(5))
+    assert drafting.nodes(sequences[::-1], lambda one: 2 * one.key) == [8, 6, 4, 2, 0]
 
 
-def test_times_are_those_measured_or_else_a_guess() -> None:
-    times = {(4, 0): 0.5, (4, 4): 0.6, (4, 8): 0.7, (4, 16): 0.8}
-    assert StepTimes(times, 3, 512).of(3) == [(3, 0.5), (4, 0.6), (8, 0.7), (16, 0.8)]
-    guess = StepTimes(times, 3, 512).of(2)
-    assert [rows for rows, _ in guess] == [2, 2, 4, 8]
-    assert guess[0][1] < guess[2][1] < guess[3][1] == 0.846
-    assert StepTimes({}, 32, 512).of(256)[-1] == (512, pytest.approx(4 * 1.971))
+class TestTimes:
+    def test_are_those_measured_or_else_a_guess(self) -> None:
+        times = {(4, 0): 0.5, (4, 4): 0.6, (4, 8): 0.7, (4, 16): 0.8}
+        assert StepTimes(times, 3, 512).of(3) == [(3, 0.5), (3, 0.6), (8, 0.7), (16, 0.8)]
+        guess = StepTimes(times, 3, 512).of(2)
+        assert [rows for rows, _ in guess] == [2, 2, 4, 8]
+        assert guess[0][1] == guess[1][1] < guess[2][1] < guess[3][1] == pytest.approx(0.000846)
+        assert StepTimes({}, 32, 512).of(256)[-1] == (512, pytest.approx(4 * 0.001971))
+
+    def test_follow_what_steps_take(self) -> None:
+        times = StepTimes({(4, 0): 0.5, (4, 4): 0.6, (4, 8): 0.7, (4, 16): 0.8}, 3, 512)
+        for _ in range(200):
+            times.observe(3, 0, False, 1.0)
+        assert [seconds for _, seconds in times.of(3)] == pytest.approx([1.0, 1.2, 1.4, 1.6], rel=0.01)
+        for _ in range(200):
+            times.observe(4, 3, True, 2.0)
+            times.observe(4, 0, True, 1.1)
+        assert [seconds for _, seconds in times.of(3)] == pytest.approx([1.0, 1.1, 2.0, 1.6], rel=0.01)
+
+    def test_a_step_that_was_held_up_changes_little(self) -> None:
+        times = StepTimes({(4, 0): 0.5}, 3, 512)
+        times.observe(3, 0, False, 100.0)
+        assert times.of(3)[0][1] < 0.53
+
+    def test_come_from_results_that_had_to_be_waited_for(self) -> None:
+        drafting = DeviceDrafting(times := StepTimes({(2, 0): 0.010, (2, 4): 0.010}, NODES, 512), NODES)
+        plain, prompt = [Span(slot, 9, 1, True) for slot in range(2)], [Span(0, 0, 9, True)]
+        drafting.arrived(plain, 0.100, 0.110)
+        drafting.arrived(plain, 0.115, 0.130)  # 20 ms
+        assert times.of(2)[0][1] == pytest.approx(0.0105)
+        drafting.arrived(plain, 0.150, 0.150)  # it was there
+        drafting.arrived(plain, 0.155, 0.160)
+        drafting.arrived(prompt, 0.165, 0.260)
+        assert times.of(2)[0][1] == pytest.approx(0.0105)
+        drafting.arrived([plain[0]._replace(nodes=2), plain[1]], 0.275, 0.280)
+        assert times.of(2)[2] == (4, pytest.approx(0.0105 + 0.05 * (0.020 - 0.0105)))

@@ -137,7 +137,7 @@ def test_a_step_that_fails_leaves_no_trace_on_the_device(tiny_model: Path, monke
 def decoding(path: Path, slots: int = 3) -> tuple[DeviceRunner, SamplingState]:
     """A runner whose slots hold sequences of 4 tokens, the last one drawn."""
     engine = make_engine(path, DEVICE, DeviceRunner)
-    runner, state = engine._runner, engine._state
+    runner, state = engine.runner, engine._state
     assert isinstance(runner, DeviceRunner)
     for slot in range(slots):
         engine._pool.set_pages(slot, 0, list(range(6 * slot, 6 * slot + 6)))
@@ -233,7 +233,7 @@ def test_chunks_are_captured_for_some_numbers_of_rows(
     monkeypatch.setattr(device_runner, "MOST_WANTED", 3)
     expected = run(make_engine(tiny_model, "cpu", Runner), requests())
     engine = make_engine(tiny_model, DEVICE, DeviceRunner)
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, DeviceRunner)
     runner._graphs = True
     runner._chunk_sizes = [4, 10]

@@ -1,5 +1,6 @@
 """An engine whose device drafts gives the answers of one that does not. Without a device kernels are interpreted."""
 
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from freewheel.engine.runner import Runner
-from freewheel.request import Request
+from freewheel.request import Request, Sequence
 from freewheel.sampling import SamplingParams
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
@@ -18,17 +19,18 @@ from mock_model import Collected, collect, run
 from test_device_runner import DEVICE, make_engine
 
 from freewheel.engine.device_runner import DeviceRunner
-from freewheel.engine.drafting import StepTimes
+from freewheel.engine.drafting import DeviceDrafting, StepTimes
 from freewheel.engine.engine import Engine
 from freewheel.ops import attention_gpu
 
-pytestmark = pytest.mark.usefixtures("few_programs", "cheap_drafts")
+pytestmark = pytest.mark.usefixtures("few_programs", "many_drafts")
 ASKED: list[tuple[list[int], dict[str, Any]]] = [
     ([5, 6, 7, 5, 6], {"temperature": 0.0, "max_tokens": 20}),
     ([11, 12, 11, 12, 11, 12], {"temperature": 0.6, "logprobs": 2, "max_tokens": 12}),
     ([20, 21], {"temperature": 0.3, "max_tokens": 9, "n": 2}),
     ([30, 31, 32], {"temperature": 0.3, "max_tokens": 8, "frequency_penalty": 0.5}),
     ([40, 41, 42, 43], {"temperature": 0.0, "max_tokens": 6, "prompt_logprobs": 1}),
+    ([222, 222, 222], {"temperature": 0.0, "max_tokens": 25}),
 ]
 
 
@@ -46,8 +48,22 @@ def copying_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that there are many."""
+def many_drafts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as may be, or shorter, or none, whether or not they pay."""
+    if "real_drafting" in request.fixturenames:
+        return
+    rng = random.Random(1)
+
+    def nodes(drafting: DeviceDrafting, sequences: list[Sequence], most: Callable[[Sequence], int]) -> list[int]:
+        room = [min(most(sequence), drafting._most_nodes) for sequence in sequences]
+        return [count and rng.choice([0, 1, 1, rng.randint(1, count), count]) for count in room]
+
+    monkeypatch.setattr(DeviceDrafting, "nodes", nodes)
+
+
+@pytest.fixture
+def real_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It decides what pays, with drafts that cost little."""
     of = StepTimes.of
     monkeypatch.setattr(StepTimes, "of", lambda *args: [(rows, 1 + rows / 1000) for rows, _ in of(*args)])
 
@@ -103,6 +119,16 @@ def test_answers_are_those_without_drafts(
     assert metrics is not None
     assert 4 < metrics.accepted < metrics.drafted
     engine.check()
+
+
+@pytest.mark.usefixtures("real_drafting")
+def test_where_drafts_pay_they_are_made(copying_model: Path, expected: dict[tuple[str, int], Collected]) -> None:
+    engine = speculating(copying_model, 1, draft_nodes=3)
+    [*_, last] = requests()
+    assert_same(run(engine, [last])["r5", 0], expected["r5", 0])
+    metrics = engine.speculation
+    assert metrics is not None
+    assert metrics.accepted > metrics.wasted
 
 
 def test_aborts_leave_the_others_alone(copying_model: Path, expected: dict[tuple[str, int], Collected]) -> None:

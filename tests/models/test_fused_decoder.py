@@ -97,7 +97,7 @@ def test_rows_of_draft_trees(name: str, count: int, monkeypatch: pytest.MonkeyPa
     columns = zip([slots, positions, places, ancestors], [-1, 0, 0, 1])
     numbers = torch.tensor([column + [idle] * (count - wanted) for column, idle in columns], device=DEVICE).unbind()
     tiles = torch.tensor([[0, 5, 0, 0], [5, 3, 1, 5], [0, 0, -1, 0]], dtype=torch.int32, device=DEVICE)
-    logits = model(Rows(numbers[0], numbers[1], tiles, *numbers[2:]))
+    logits = model(Rows(numbers[0], numbers[1], tiles, numbers[2], numbers[3]))
     assert_close(logits[:wanted], torch.stack(right))
 
 

@@ -14,7 +14,7 @@ import inspect
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,6 +175,13 @@ def measure(engines: "dict[bool, Engine]", name: str, requests: "Sequence[Reques
     )
 
 
+def steps_of(seconds: Mapping[tuple[int, int], float], batch: int) -> str:
+    """What captured steps of so many sequences take, without drafts and with so many rows."""
+    times = {rows: time for (sequences, rows), time in sorted(seconds.items()) if sequences == batch}
+    drafts = ", ".join(f"{rows} rows {time * 1e3:.3f}" for rows, time in times.items() if rows)
+    return f"plain {times[0] * 1e3:.3f} ms, with drafts {drafts}" if times else ""
+
+
 WORKLOADS = ("edit", "extract", "chat", "random")
 
 
@@ -227,6 +234,9 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"model      {args.model}, {args.dtype}, on {args.device}, up to {args.output} tokens, median of {args.repeats}"
     )
+    for batch in batches:
+        if times := steps_of(engines[True].runner.seconds, batch):
+            print(f"steps      of {batch}: {times}")
     print(
         f"{'workload':10}{'batch':>6}{'plain tok/s':>13}{'drafted tok/s':>15}{'ratio':>7}{'accepted':>10}"
         f"{'draft rows':>12}{'wasted':>8}{'equal':>7}"

@@ -16,12 +16,21 @@ def buckets(slots: int) -> list[int]:
 
 
 def draft_rows(sequences: int, nodes: int, most_rows: int) -> list[int]:
-    """Numbers of rows that steps of so many sequences have, each of which may have drafts of so many nodes.
+    """Numbers of rows that steps of so many sequences have, each of which may have drafts of so many nodes."""
+    most = max(min(sequences * (1 + nodes), MAX_DRAFT_ROWS, most_rows), sequences + 1)
+    return [rows for rows in (*BUCKETS, MAX_DRAFT_ROWS) if sequences < rows < 2 * most]
 
-    The first has none to spare: it is for those who have yet to learn what became of their drafts.
+
+def draft_step(sequences: int, drafted: int, nodes: int, most_rows: int) -> tuple[int, int]:
+    """Of the step for so many sequences with so many drafted rows in all: for how many sequences and rows it is made.
+
+    The other two as for :func:`draft_rows`. Without drafted rows, it is for those who have yet to learn how long they
+    are, and each has one row.
     """
-    most = max(min(sequences * (1 + nodes), MAX_DRAFT_ROWS, most_rows), sequences)
-    return [rows for rows in (*BUCKETS, MAX_DRAFT_ROWS) if sequences <= rows < 2 * most]
+    size = bucket_for(sequences)
+    if not drafted:
+        return size, size
+    return size, next(rows for rows in draft_rows(size, nodes, most_rows) if rows >= sequences + drafted)
 
 
 def chunk_sizes(most_rows: int) -> list[int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from freewheel.cache.pool import KVPool
 from freewheel.config import MOST_LOOKAHEAD, EngineConfig
-from freewheel.engine.buckets import BUCKETS, CHUNKS, bucket_for, buckets, chunk_sizes, draft_rows
+from freewheel.engine.buckets import BUCKETS, CHUNKS, bucket_for, buckets, chunk_sizes, draft_rows, draft_step
 from freewheel.engine.draft_step import DeviceDrafts, Drafted, DraftStep
 from freewheel.engine.engine import MAX_SCORED_ROWS
 from freewheel.engine.runner import Brought, InFlight, Launched, Runner, Span, StepResult
@@ -105,8 +105,8 @@ class DeviceRunner(Runner):
         self._draft_steps: dict[tuple[int, int], DraftStep] = {}
         self._drafts: DeviceDrafts | None = None
         if draft_nodes:
-            shape = {"tile_rows": self._fused.tile_rows, "width": draft_width, "depth": draft_depth}
-            self._drafts = DeviceDrafts(state, pool, self._page_table, **shape)
+            tiles, width, depth = self._fused.tree_rows, draft_width, draft_depth
+            self._drafts = DeviceDrafts(state, pool, self._page_table, rows_per_tile=tiles, width=width, depth=depth)
         self._most_nodes, self._most_rows = draft_nodes, most_rows
         self._lengths: dict[int, int] = {}  # of sequences, where it is certain that the device has the same
         self._entered: set[int] = set()  # slots with sequences that are not indexed
@@ -144,7 +144,7 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def _rehearse_drafts(self, sequences: int) -> None:
-        for rows in reversed(draft_rows(sequences, self._most_nodes, self._most_rows)):
+        for rows in (*reversed(draft_rows(sequences, self._most_nodes, self._most_rows)), sequences):
             self._rehearse_step((sequences, rows), self._draft_step(sequences, rows))
 
     def _rehearse_step(self, key: tuple[int, int], step: Decode) -> None:
@@ -202,7 +202,7 @@ class DeviceRunner(Runner):
         slots = [span.slot for span in spans]
         if self._drafts is not None and any(span.nodes or span.follows for span in spans):
             nodes = [span.nodes for span in spans]
-            step = self._draft_step(len(spans), len(spans) + sum(nodes))
+            step = self._draft_step(*draft_step(len(spans), sum(nodes), self._most_nodes, self._most_rows))
             self._know_lengths(spans, self._drafts)
             step.put(slots, nodes)
         else:
@@ -246,10 +246,8 @@ class DeviceRunner(Runner):
         return self._steps[rows]
 
     def _draft_step(self, sequences: int, rows: int) -> DraftStep:
-        """The same of so many sequences or more, in which there are so many rows or more."""
+        """The same for drafts, see :func:`freewheel.engine.buckets.draft_step`."""
         assert self._drafts is not None
-        sequences = bucket_for(sequences)
-        rows = next(bucket for bucket in draft_rows(sequences, self._most_nodes, self._most_rows) if bucket >= rows)
         key = sequences, rows
         if key not in self._draft_steps:
             step = DraftStep(self._drafts, sequences, rows, self._most_nodes, self._places)
@@ -399,7 +397,8 @@ def working_memory(decoder: Decoder, config: EngineConfig) -> int:
     rows, steps = config.most_rows(device.type), buckets(config.max_num_seqs)
     chunks, drafts = chunk_sizes(rows), list[int]()
     if config.speculation:
-        drafts = [size for sequences in steps for size in draft_rows(sequences, config.draft_nodes, rows)]
+        for sequences in steps:
+            drafts += [sequences, *draft_rows(sequences, config.draft_nodes, rows)]
     with_logits = max(min(rows, config.max_num_seqs + MAX_SCORED_ROWS), *drafts, 1)
     chunk = peak(*idle_chunk(fused, max(rows, with_logits), with_logits))
     idle = torch.full((steps[-1],), -1, device=device)

@@ -43,7 +43,8 @@ class DraftRows(NamedTuple):
         positions, places, ancestors: int64 [rows], see ``fused_decoder.Rows``.
         following: int64 [rows], the positions of what is sampled.
         sample_slots: int64 [rows], the same slots, but for idle rows one that nobody has.
-        tiles: int32 [sequences * tiles of each, 4], see ``attention_gpu.plan_tiles``.
+        tiles: int32 [tiles, 4], see ``attention_gpu.plan_tiles``; those that are not needed, which come last, have no
+            rows.
         starts: int32 [sequences], the first row of each.
     """
 
@@ -59,14 +60,15 @@ class DraftRows(NamedTuple):
 
 @triton.jit
 def lay_out(
-    inputs, lengths, trees, rows, history, max_length, spare_slot, total,
+    inputs, lengths, trees, rows, history, max_length, spare_slot, total, total_tiles,
     SEQUENCES: tl.constexpr, NODES: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Give each sequence its rows, the root and the nodes of its tree: no more than the ``total`` of rows.
 
-    They are in TILES of TILE_ROWS, those that are not needed empty. ``lengths`` is int64 [slots]. SEQUENCES, PADDED and
-    ROWS are powers of two from the sequences, NODES + 1 and total.
+    They are in tiles of TILE_ROWS, of which each sequence has one at least, in all no more than ``total_tiles``.
+    ``lengths`` is int64 [slots]. SEQUENCES, PADDED, ROWS and TILES are powers of two from the sequences, NODES + 1,
+    total and total_tiles.
     """
     own, sequences = tl.program_id(0), tl.num_programs(0)
     number = tl.arange(0, SEQUENCES)
@@ -76,13 +78,16 @@ def lay_out(
     nodes = tl.sum(tl.where(number == own, count, 0), 0)
     slot = tl.load(inputs.slots + own)
     tl.store(rows.starts + own, start)
-    for number in range(TILES):
-        tile, first = rows.tiles + (own * TILES + number) * 4, number * TILE_ROWS
-        inside = tl.maximum(tl.minimum(nodes + 1 - first, TILE_ROWS), 0)
-        tl.store(tile, start + first)
-        tl.store(tile + 1, tl.where(slot >= 0, inside, 0))
-        tl.store(tile + 2, slot.to(tl.int32))
-        tl.store(tile + 3, start)
+    more_tiles = count // TILE_ROWS  # than one
+    own_tile = own + tl.sum(tl.where(number < own, more_tiles, 0), 0)
+    for tile_number in tl.static_range(1 + NODES // TILE_ROWS):
+        first: tl.constexpr = tile_number * TILE_ROWS
+        tile, inside = rows.tiles + (own_tile + tile_number) * 4, tl.minimum(nodes + 1 - first, TILE_ROWS)
+        needed = inside > 0
+        tl.store(tile, start + first, mask=needed)
+        tl.store(tile + 1, tl.where(slot >= 0, inside, 0), mask=needed)
+        tl.store(tile + 2, slot.to(tl.int32), mask=needed)
+        tl.store(tile + 3, start, mask=needed)
     if slot >= 0:
         last = tl.load(lengths + slot) - 1
         row = tl.arange(0, PADDED)
@@ -99,6 +104,10 @@ def lay_out(
         tl.store(rows.places + at, last + row, mask=here)
         tl.store(rows.ancestors + at, tl.load(trees.ancestors + node, mask=drafted, other=1), mask=here)
     if own == sequences - 1:
+        tile = tl.arange(0, TILES)
+        spare = (tile >= sequences + tl.sum(more_tiles, 0)) & (tile < total_tiles)
+        for word in tl.static_range(4):
+            tl.store(rows.tiles + tile * 4 + word, tl.zeros([TILES], tl.int32), mask=spare)
         row = tl.arange(0, ROWS)
         used = tl.sum(active.to(tl.int32) + count, 0)
         idle = (row >= used) & (row < total)

@@ -1,5 +1,6 @@
 """Decode steps that draft for themselves: the host launches the next before it knows what the last one brought."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import torch
@@ -26,7 +27,7 @@ class DeviceDrafts:
         state: of the sampler, which has the tokens.
         pool: with a storage.
         page_table: int32 [slots, pages], of the pool, on the device.
-        tile_rows: most rows of a tile of attention.
+        rows_per_tile: of attention, where a sequence has so many rows on average.
         width, depth: most leaves of a tree, and its longest path.
 
     Attributes:
@@ -34,10 +35,17 @@ class DeviceDrafts:
     """
 
     def __init__(
-        self, state: SamplingState, pool: KVPool, page_table: Tensor, *, tile_rows: int, width: int, depth: int
+        self,
+        state: SamplingState,
+        pool: KVPool,
+        page_table: Tensor,
+        *,
+        rows_per_tile: Callable[[int], int],
+        width: int,
+        depth: int,
     ) -> None:
         self.state, self.pool, self.page_table = state, pool, page_table
-        self.tile_rows, self.width, self.depth = tile_rows, width, depth
+        self.rows_per_tile, self.width, self.depth = rows_per_tile, width, depth
         self.lengths = torch.zeros(len(state.history), dtype=torch.int64, device=pool.device)
         self.index = DeviceIndex(state.history, self.lengths)
 
@@ -53,8 +61,9 @@ class DraftStep:
     Args:
         drafts: what it shares with others.
         sequences: most of them.
-        rows: of the step, more than sequences.
-        nodes: most of a tree.
+        rows: of the step.
+        nodes: most of a tree; without effect if there are no more rows than sequences: then the step is for those who
+            have yet to learn how long they are, and nobody drafts.
         places: of its ring.
 
     Attributes:
@@ -64,8 +73,10 @@ class DraftStep:
 
     def __init__(self, drafts: DeviceDrafts, sequences: int, rows: int, nodes: int, places: int) -> None:
         device, self._drafts = drafts.pool.device, drafts
-        self._sequences, self._nodes = sequences, nodes
-        self._tiles = -(-(1 + nodes) // drafts.tile_rows)  # of each
+        self._drafting = rows > sequences
+        self._sequences, self._nodes = sequences, nodes if self._drafting else 1
+        self._tile_rows = tile_rows = drafts.rows_per_tile(-(-rows // sequences))
+        tiles = sequences + min((rows - sequences) // tile_rows, sequences * (nodes // tile_rows))
 
         def room(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -77,12 +88,14 @@ class DraftStep:
         self._paths = room(torch.int32, sequences, 1 + self._nodes)
         self._laid = DraftRows(
             *room(torch.int64, 6, even(rows))[:, :rows].unbind(),
-            tiles=room(torch.int32, sequences * self._tiles, 4),
+            tiles=room(torch.int32, tiles, 4),
             starts=room(torch.int32, sequences),
         )
         laid = self._laid
-        self.rows = Rows(laid.slots, laid.positions, laid.tiles, laid.places, laid.ancestors)
-        self.sample_rows = SampleRows(laid.sample_slots, laid.following, each=1 + nodes)
+        self.rows = Rows(laid.slots, laid.positions)
+        if self._drafting:
+            self.rows = Rows(laid.slots, laid.positions, laid.tiles, laid.places, laid.ancestors, tile_rows)
+        self.sample_rows = SampleRows(laid.sample_slots, laid.following, each=1 + nodes if self._drafting else 1)
         self.ring = Ring(places, (sequences, 3 + 3 * (1 + self._nodes)), device)
         self.graphs = Graphs()
         self._put: tuple[list[int], list[int]] = ([], [])
@@ -109,12 +122,14 @@ class DraftStep:
         """Draft, and lay out the rows."""
         drafts, slots = self._drafts, self._columns.slots
         drafts.index.extend(slots)
-        drafts.index.draft(slots, self._columns.most_nodes, self._depths, self._trees, width=drafts.width)
-        total, history = len(self._laid.slots), drafts.state.history
+        if self._drafting:
+            drafts.index.draft(slots, self._columns.most_nodes, self._depths, self._trees, width=drafts.width)
+        total, tiles, history = len(self._laid.slots), len(self._laid.tiles), drafts.state.history
         launch(
             kernels.lay_out, (self._sequences,), 1,
             self._columns, drafts.lengths, self._trees, self._laid, history, history.shape[1], len(history) - 1, total,
-            power(self._sequences), self._nodes, power(1 + self._nodes), power(total), self._tiles, drafts.tile_rows,
+            tiles, power(self._sequences), self._nodes, power(1 + self._nodes), power(total), power(tiles),
+            self._tile_rows,
         )  # fmt: skip
 
     def end(self, samples: Samples) -> None:
@@ -125,7 +140,7 @@ class DraftStep:
             self._columns, drafts.lengths, self._trees, self._laid, samples.tokens, samples.status, self.ring.words,
             self._paths, sequences_of(drafts.state), len(self.ring.words), self._nodes, power(1 + self._nodes),
         )  # fmt: skip
-        if drafts.width > 1:  # a chain is where it belongs
+        if drafts.width > 1 and self._drafting:  # a chain is where it belongs
             pool = drafts.pool
             planes = pool.planes
             launch(

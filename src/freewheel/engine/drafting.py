@@ -4,20 +4,23 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Run
 from functools import lru_cache
 from math import log2
+from typing import NamedTuple
 
 import numpy as np
 
 from freewheel.config import EngineConfig
-from freewheel.engine.buckets import bucket_for, draft_rows
+from freewheel.engine.buckets import BUCKETS, bucket_for, draft_rows, draft_step
+from freewheel.engine.runner import Span
 from freewheel.request import Sequence
 from freewheel.speculative import Acceptance, Budget, DraftTree, NgramIndex, SpeculationMetrics, draft
-from freewheel.speculative.budget import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE
 
 LATEST = 0.05  # what the latest step counts in an average of steps
 GUESS = 0.25  # what the guess counts, beside the variance of the rows
 FINENESS = 4  # costs of a row that are told apart, to the double
 WORTH = 1.02  # what drafts have to bring, relative to steps without
-REVIEWED = 16  # sequences that are looked at, on average, in a step that drafts
+REVIEWED = 16  # sequences that are looked at again, on average, in a step
+GUESSES, GUESSED = 4, 8  # of the host in a step, and tokens of each
+WAIT = 20e-6  # seconds: who waits for less found the results there
 
 
 class Pace:
@@ -123,12 +126,14 @@ class Drafting:
 
 
 class StepTimes:
-    """What captured steps take, which nobody sees begin and end: as measured when they were prepared.
+    """What captured steps take: as measured when they were prepared, then as steps of late took.
 
-    Where they were not, as on one H200 with 0.6 B weights; twice as many rows as were seen there take twice as long.
+    Where nothing was measured, as on one H200 with 0.6 B weights; twice as many rows as were seen there take twice as
+    long. A step is known by the sequences it is made for, and its rows: 0 if it is plain, or see
+    :func:`freewheel.engine.buckets.draft_step`.
 
     Args:
-        measured: seconds by the number of sequences, and that of rows if there are drafts, or 0.
+        measured: seconds by step, with idle rows.
         nodes: most of a draft.
         most_rows: of a step.
     """
@@ -137,19 +142,43 @@ class StepTimes:
 
     def __init__(self, measured: Mapping[tuple[int, int], float], nodes: int, most_rows: int) -> None:
         self._measured, self._nodes, self._most_rows = measured, nodes, most_rows
+        self._seen: dict[tuple[int, int], float] = {}
 
     def of(self, sequences: int) -> list[tuple[int, float]]:
-        """Rows and time of each step there is for so many sequences, the plain one first. Times are in any one unit."""
-        size = bucket_for(sequences)
-        sizes = draft_rows(size, self._nodes, self._most_rows)
-        measured = [self._measured.get((size, rows)) for rows in (0, *sizes)]
-        times = [time for time in measured if time is not None]
-        if len(times) < len(measured):
-            times = [self._guess(rows) for rows in (size, *sizes)]
-        return list(zip((sequences, *sizes), times))
+        """Rows and seconds of each step there is for so many sequences.
 
-    def _guess(self, rows: int) -> float:
-        return float(np.interp(rows, self.ROWS, self.MILLISECONDS)) * max(rows / self.ROWS[-1], 1)
+        First the plain one, then that in which nobody drafts, but some have yet to learn how long they are.
+        """
+        size = bucket_for(sequences)
+        keys = [(size, rows) for rows in (0, size, *draft_rows(size, self._nodes, self._most_rows))]
+        return list(zip((sequences, sequences, *(rows for _, rows in keys[2:])), map(self._seconds, keys)))
+
+    def observe(self, sequences: int, nodes: int, drafts: bool, seconds: float) -> None:
+        """Note what a step took for so many sequences, with so many nodes in all if any of them ``drafts``."""
+        size = bucket_for(sequences)
+        key = draft_step(sequences, nodes, self._nodes, self._most_rows) if drafts else (size, 0)
+        known = self._seconds(key)
+        # Anything may hold up a step. And a context that grows lets its time grow slowly.
+        self._seen[key] = known + LATEST * (min(max(seconds, known / 2), 2 * known) - known)
+
+    def _seconds(self, key: tuple[int, int]) -> float:
+        """What it was seen to take; or what was measured, if plain steps take what was measured."""
+        if key in self._seen:
+            return self._seen[key]
+        plain = key[0], 0
+        return self._idle(key) * self._seen.get(plain, self._idle(plain)) / self._idle(plain)
+
+    def _idle(self, key: tuple[int, int]) -> float:
+        rows = key[1] or key[0]
+        guess = float(np.interp(rows, self.ROWS, self.MILLISECONDS)) * max(rows / self.ROWS[-1], 1) / 1e3
+        return self._measured.get(key, guess)
+
+
+class Guess(NamedTuple):
+    """What the host thinks that will follow the first ``length`` tokens of a sequence, to see whether drafts pay."""
+
+    length: int
+    tokens: tuple[int, ...]
 
 
 class DeviceDrafting:
@@ -159,8 +188,8 @@ class DeviceDrafting:
     get as many rows as bring most tokens per time, each of them those with the best chances. A draft for which nothing
     is found costs the same, and counts as one that was rejected.
 
-    Where no draft pays, there is a pause, then a trial with the fewest rows there are, one for each of some sequences.
-    Pauses grow as those of :class:`freewheel.speculative.Budget`.
+    Where a sequence drafts nothing, the host guesses what follows, which takes no time of the device, and sees how
+    often it was right.
 
     Args:
         times: of steps.
@@ -173,10 +202,11 @@ class DeviceDrafting:
     def __init__(self, times: StepTimes, nodes: int) -> None:
         self._times, self._most_nodes = times, nodes
         self._keys: list[int] = []  # of the sequences that the plan is for
-        self._plan: list[int] = []  # nodes of each; all 0: a pause
+        self._plan: list[int] = []  # nodes of each
         self._good_for = 0  # steps
-        self._wait = self._pause = 0
-        self._tried = 0  # sequences, in turn
+        self._changed = True  # something was learned since
+        self._turn = 0  # of the sequence to guess for
+        self._arrived = 0.0
         self.metrics = SpeculationMetrics()
 
     def nodes(self, sequences: list[Sequence], most: Callable[[Sequence], int]) -> list[int]:
@@ -187,67 +217,62 @@ class DeviceDrafting:
             most: nodes that a sequence can have.
         """
         keys = [sequence.key for sequence in sequences]
-        if keys != self._keys or not self._good_for:
-            drafted, self._keys = any(self._plan), keys
-            times = self._times.of(len(sequences))
-            self._plan = self._best(sequences, [most(sequence) for sequence in sequences], times)
-            # In a pause nothing is learned, and little from one step to the next of many sequences.
-            self._good_for = 1 + len(keys) // REVIEWED if any(self._plan) else LONGEST_PAUSE
-            if drafted and not any(self._plan):
-                self._wait = self._pause = _shortest_pause(times)
+        if keys != self._keys or (self._changed and self._good_for <= 0):
+            self._keys = keys
+            self._plan = self._best(sequences, [most(sequence) for sequence in sequences])
+            self._good_for, self._changed = 1 + len(keys) // REVIEWED, False
         self._good_for -= 1
-        if any(self._plan):
-            return [nodes and min(nodes, most(sequence)) for nodes, sequence in zip(self._plan, sequences)]
-        if self._wait:
-            self._wait -= 1
-            return self._plan
-        return self._try(sequences, most)
+        for turn in range(self._turn, self._turn + min(GUESSES, len(keys))):
+            sequence = sequences[turn % len(keys)]
+            if not self._plan[turn % len(keys)] and most(sequence):
+                self._guess(sequence)
+        self._turn = (self._turn + GUESSES) % len(keys)
+        return [nodes and min(nodes, most(sequence)) for nodes, sequence in zip(self._plan, sequences)]
 
     def observe(self, sequence: Sequence, depth: int, accepted: int) -> None:
         """Note what became of a draft; of none that was found if its depth is 0."""
-        assert sequence.acceptance is not None
+        sequence.acceptance = sequence.acceptance or Acceptance()
         sequence.acceptance.observe(max(depth, 1), accepted)
-        if accepted:
-            self._pause = 0
-        if not any(self._plan):
-            self._good_for = 0
+        self._changed = True
 
-    def _best(self, sequences: list[Sequence], most: list[int], times: list[tuple[int, float]]) -> list[int]:
+    def arrived(self, spans: list[Span], asked: float, now: float) -> None:
+        """Note when the results of a step were there, and when they were asked for: times of ``perf_counter``."""
+        waited = now - asked > WAIT  # else they were there before
+        if waited and self._arrived and all(span.rows == 1 and span.sample and not span.scored for span in spans):
+            nodes, drafts = sum(span.nodes for span in spans), any(span.nodes or span.follows for span in spans)
+            if len(spans) <= BUCKETS[-1]:
+                self._times.observe(len(spans), nodes, drafts, now - self._arrived)
+        self._arrived = now if waited else 0.0
+
+    def _best(self, sequences: list[Sequence], most: list[int]) -> list[int]:
         """The nodes of each sequence that bring most tokens per time."""
-        for sequence in sequences:
-            sequence.acceptance = sequence.acceptance or Acceptance()
-        chances = [(one.acceptance.first, one.acceptance.later) for one in sequences if one.acceptance]
-        first, later = np.array(chances).T[:, :, None]
+        chances = [(one.acceptance.first, one.acceptance.later) if one.acceptance else (0, 0) for one in sequences]
+        first, later = np.array(chances, dtype=float).T[:, :, None]
         node = np.arange(self._most_nodes)
         gains = np.where(node < np.array(most)[:, None], first * later**node, 0.0).ravel()
         order = np.argsort(-gains, kind="stable")  # so that a node is never before those that lead to it
         tokens = len(sequences) + np.concatenate([[0.0], gains[order].cumsum()])
-        (_, plain), *drafting = times
+        (_, plain), *drafting = self._times.of(len(sequences))
         best, taken = len(sequences) / plain * WORTH, 0
-        for rows, time in drafting:
+        for rows, seconds in drafting:
             spare = min(rows - len(sequences), len(order))
-            if tokens[spare] / time > best:
-                best, taken = tokens[spare] / time, spare
+            if tokens[spare] / seconds > best:
+                best, taken = tokens[spare] / seconds, spare
         return np.bincount(order[:taken] // self._most_nodes, minlength=len(sequences)).tolist()
 
-    def _try(self, sequences: list[Sequence], most: Callable[[Sequence], int]) -> list[int]:
-        """One node for each of some sequences, who take turns; then a pause. None if nothing could ever pay."""
-        count, times = len(sequences), self._times.of(len(sequences))
-        spare = next((rows - count for rows, _ in times if rows > count), 0)
-        shortest = _shortest_pause(times)
-        self._wait = self._pause = min(max(2 * self._pause, shortest), max(LONGEST_PAUSE, shortest))
-        plain = times[0][1]
-        if all(rows / time <= count / plain for rows, time in times[1:]):
-            return self._plan
-        nodes = [0] * count
-        for turn in range(self._tried, self._tried + min(spare, count)):
-            nodes[turn % count] = min(1, most(sequences[turn % count]))
-        self._tried = (self._tried + min(spare, count)) % count
-        return nodes
-
-
-def _shortest_pause(times: list[tuple[int, float]]) -> int:
-    """After a trial, and the step that follows before the outcome is known and has room for drafts as well."""
-    (count, plain), *drafting = times
-    trial = next((time for rows, time in drafting if rows > count), plain)
-    return max(FIRST_PAUSE, round(((trial + drafting[0][1]) / plain - 2) / TRIAL_SHARE))
+    def _guess(self, sequence: Sequence) -> None:
+        """Compare the sequence's guess with what came, if anything did, and make another one."""
+        if sequence.guess is not None:
+            length, tokens = sequence.guess
+            came = sequence.tokens[length : length + len(tokens)]
+            if not came:
+                return
+            right = next((i for i, pair in enumerate(zip(tokens, came)) if pair[0] != pair[1]), len(came))
+            self.observe(sequence, len(tokens) if right < len(came) else right, right)
+        if sequence.ngrams is None:
+            sequence.ngrams = NgramIndex(sequence.max_length)
+        sequence.ngrams.extend(sequence.tokens[len(sequence.ngrams) :])
+        found = draft(sequence.ngrams, width=1, depth=GUESSED, nodes=GUESSED)
+        if found is None:
+            self.observe(sequence, 0, 0)
+        sequence.guess = found and Guess(len(sequence.tokens), found.tokens)

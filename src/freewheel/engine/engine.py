@@ -49,6 +49,11 @@ class Engine:
         corpus: what drafts may come from, beside each sequence's own tokens.
         runner: makes what runs the steps.
 
+    Attributes:
+        runner: what it made.
+        lookahead: steps that are launched before the first of them is read; may change between steps.
+        preemptions: how often a sequence had to give up its slot.
+
     Raises:
         ValueError: the pool is too small, or the device is none to speculate on.
     """
@@ -86,7 +91,7 @@ class Engine:
             device=pool.device,
             fused=config.uses_kernels(pool.device.type),
         )
-        self._runner = runner(decoder, pool, Sampler(self._state, draw=config.draw))
+        self.runner = runner(decoder, pool, Sampler(self._state, draw=config.draw))
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._requests: dict[str, list[Sequence]] = {}  # choices that have not ended
         self._waiting: list[Sequence] = []  # by rank
@@ -97,21 +102,21 @@ class Engine:
         self._outputs: list[StepOutput] = []
         self._flights: deque[tuple[list[_Row], InFlight]] = deque()
         default = 1 if pool.device.type == "cuda" else 0
-        self._lookahead = default if config.lookahead is None else config.lookahead
+        self.lookahead = default if config.lookahead is None else config.lookahead
         self._drafting: Drafting | DeviceDrafting | None = None
         self._pace = Pace()
         self._most_rows = config.most_rows(pool.device.type)
         if config.speculation and kernels:
-            times = StepTimes(self._runner.seconds, config.draft_nodes, self._most_rows)
+            times = StepTimes(self.runner.seconds, config.draft_nodes, self._most_rows)
             self._drafting = DeviceDrafting(times, config.draft_nodes)
         elif config.speculation:
             self._drafting = Drafting(config, self._pace, corpus)
-            self._lookahead = 0
+            self.lookahead = 0
         self.preemptions = 0
 
     def preparations(self) -> list[tuple[str, Callable[[], None]]]:
         """What can be done before the first request comes, with its name; else it is done when first needed."""
-        return self._runner.preparations()
+        return self.runner.preparations()
 
     @property
     def has_unfinished(self) -> bool:
@@ -238,16 +243,20 @@ class Engine:
                 sequence.launched = span.start + span.rows + span.nodes
                 sequence.pending += span.sample + span.nodes
                 sequence.slack += span.nodes
-        if self._flights and (not rows or len(self._flights) > self._lookahead):
+        if self._flights and (not rows or len(self._flights) > self.lookahead):
             rows, launched = self._flights.popleft()
-            self._retire(rows, launched.result())
+            asked = perf_counter()
+            result = launched.result()
+            if isinstance(self._drafting, DeviceDrafting):
+                self._drafting.arrived([row.span for row in rows], asked, perf_counter())
+            self._retire(rows, result)
         return self._take_outputs()
 
     def _launch(self, spans: list[Span]) -> InFlight:
         if not isinstance(self._drafting, Drafting):
-            return self._runner.launch(spans)
+            return self.runner.launch(spans)
         began = perf_counter()
-        flight = self._runner.launch(spans)
+        flight = self.runner.launch(spans)
         if all(span.draft or span.rows == 1 for span in spans):  # what prompts take says nothing about drafts
             self._pace.observe(sum(span.rows for span in spans), perf_counter() - began)
         return flight
@@ -461,7 +470,7 @@ class Engine:
             output_ids=sequence.output_ids,
             checked=True,
         )
-        self._runner.enter(slot)
+        self.runner.enter(slot)
 
     def _end_ids(self, stops: Iterable[int]) -> list[int]:
         """What ``min_tokens`` holds back: all that ends a sequence, and the model's ends even if they are ignored."""

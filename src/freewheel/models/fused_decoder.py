@@ -24,7 +24,7 @@ from freewheel.models.spec import ModelSpec
 from freewheel.ops import attention_gpu as attention
 from freewheel.ops import products
 from freewheel.ops.activation import Activation
-from freewheel.ops.launch import dependent_launch
+from freewheel.ops.launch import dependent_launch, power
 from freewheel.ops.linear import Linear
 from freewheel.ops.norm import RMSNorm
 
@@ -40,6 +40,7 @@ class Rows:
             one of its sequence.
         places, ancestors: int64 [rows], of draft trees, each of which has a tile (see ``attention_gpu.attend_chunks``).
             A row's token stands in the history at its place.
+        tile_rows: of the largest tile; None: that of prefill.
     """
 
     slots: Tensor
@@ -47,6 +48,7 @@ class Rows:
     tiles: Tensor | None = None
     places: Tensor | None = None
     ancestors: Tensor | None = None
+    tile_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -270,14 +272,19 @@ class FusedDecoder:
             layer.attention, qkv, rotations[layer.rope], cache, table, rows.slots, places, queries, chained=chained
         )
         attention.attend_chunks(
-            layer.attention, queries, cache, table, rows.tiles, rows.positions, out, tile_rows=self.tile_rows,
-            places=places, ancestors=rows.ancestors, chained=chained,
+            layer.attention, queries, cache, table, rows.tiles, rows.positions, out,
+            tile_rows=rows.tile_rows or self.tile_rows, places=places, ancestors=rows.ancestors, chained=chained,
         )  # fmt: skip
 
     @property
     def tile_rows(self) -> int:
         """Rows of a tile of prefill."""
         return attention.rows_per_tile(self._layers[0].attention)
+
+    def tree_rows(self, rows: int) -> int:
+        """Rows of a tile of trees that have so many on average: in the smallest that tensor cores take without loss."""
+        layer = self._layers[0].attention
+        return attention.rows_per_tile(layer, min(max(power(rows * layer.group), 16), 64))
 
     def _partials(self, count: int, tiles: int) -> attention.Partials | None:
         """Room for what splits of the context leave for so many rows; None where so many tiles of them need none."""

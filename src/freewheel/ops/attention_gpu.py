@@ -268,6 +268,7 @@ def attend_chunks(
     chained: bool = False,
     tile: int | None = None,
     warps: int = 4,
+    stages: int | None = None,
 ) -> None:
     """Attends from rows whose keys and values are stored to all that is stored up to and including themselves.
 
@@ -283,6 +284,7 @@ def attend_chunks(
             stored before the first of them. -1 for a row of a chunk, which sees all up to itself, be they more than 64.
         tile: places of the context that are read at a time, a power of two from 16; None: ``layer.tile``.
         warps: of a program.
+        stages: tiles on their way at a time; None: what fits into the shared memory of any device.
     """
     partials = None if isinstance(out, Tensor) else out
     splits = 1 if partials is None else partials.splits
@@ -291,7 +293,7 @@ def attend_chunks(
         positions if places is None else places, ancestors, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
         M=max(power(tile_rows * layer.group), 16), SPLITS=splits, TILE=tile or layer.tile,
-        CHAINED=chained, num_warps=warps, **_options(chained),
+        STAGES=stages or (2 if cache.itemsize == 2 else 1), CHAINED=chained, num_warps=warps, **_options(chained),
     )  # fmt: skip
 
 

@@ -303,9 +303,9 @@ def attend_chunks(
     scale, num_pages, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr,
-    M: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
+    M: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The group of a key head for a tile of rows, M queries or fewer: one split of what they see.
+    """The group of a key head for a tile of rows, M queries or fewer: one split of what they see, read in STAGES.
 
     Leaves partials, or the attended rows in ``out`` if there are none (SPLITS is 1). Query i of the tile is that of its
     row i // group.
@@ -341,7 +341,7 @@ def attend_chunks(
     peak = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     attended = tl.zeros([M, DIM], tl.float32)
-    for start in range(_first_tile(first, split, SPLITS, TILE), end, SPLITS * TILE):
+    for start in tl.range(_first_tile(first, split, SPLITS, TILE), end, SPLITS * TILE, num_stages=STAGES):
         there = start + tl.arange(0, TILE)
         exists = there < end
         tile_keys, tile_values = _load_tile(keys, values, pages, there, exists, HEAD_DIM, DIM, PAGE_SIZE)
