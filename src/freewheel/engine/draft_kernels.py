@@ -81,7 +81,7 @@ def lay_out(
     more_tiles = count // TILE_ROWS  # than one
     own_tile = own + tl.sum(tl.where(number < own, more_tiles, 0), 0)
     for tile_number in tl.static_range(1 + NODES // TILE_ROWS):
-        first: tl.constexpr = tile_number * TILE_ROWS
+        first = tile_number * TILE_ROWS
         tile, inside = rows.tiles + (own_tile + tile_number) * 4, tl.minimum(nodes + 1 - first, TILE_ROWS)
         needed = inside > 0
         tl.store(tile, start + first, mask=needed)
@@ -104,10 +104,10 @@ def lay_out(
         tl.store(rows.places + at, last + row, mask=here)
         tl.store(rows.ancestors + at, tl.load(trees.ancestors + node, mask=drafted, other=1), mask=here)
     if own == sequences - 1:
-        tile = tl.arange(0, TILES)
-        spare = (tile >= sequences + tl.sum(more_tiles, 0)) & (tile < total_tiles)
+        any_tile = tl.arange(0, TILES)
+        spare = (any_tile >= sequences + tl.sum(more_tiles, 0)) & (any_tile < total_tiles)
         for word in tl.static_range(4):
-            tl.store(rows.tiles + tile * 4 + word, tl.zeros([TILES], tl.int32), mask=spare)
+            tl.store(rows.tiles + any_tile * 4 + word, tl.zeros([TILES], tl.int32), mask=spare)
         row = tl.arange(0, ROWS)
         used = tl.sum(active.to(tl.int32) + count, 0)
         idle = (row >= used) & (row < total)

@@ -19,8 +19,7 @@ GUESS = 0.25  # what the guess counts, beside the variance of the rows
 FINENESS = 4  # costs of a row that are told apart, to the double
 WORTH = 1.02  # what drafts have to bring, relative to steps without
 REVIEWED = 16  # sequences that are looked at again, on average, in a step
-GUESSES, GUESSED = 4, 8  # of the host in a step, and tokens of each
-WAIT = 20e-6  # seconds: who waits for less found the results there
+GUESSED = 8  # tokens that the host guesses
 
 
 class Pace:
@@ -188,8 +187,8 @@ class DeviceDrafting:
     get as many rows as bring most tokens per time, each of them those with the best chances. A draft for which nothing
     is found costs the same, and counts as one that was rejected.
 
-    Where a sequence drafts nothing, the host guesses what follows, which takes no time of the device, and sees how
-    often it was right.
+    Where a sequence drafts nothing, the host guesses what follows, and sees how often it was right: that takes no time
+    of the device, and little of the host, as sequences take turns at it.
 
     Args:
         times: of steps.
@@ -222,11 +221,9 @@ class DeviceDrafting:
             self._plan = self._best(sequences, [most(sequence) for sequence in sequences])
             self._good_for, self._changed = 1 + len(keys) // REVIEWED, False
         self._good_for -= 1
-        for turn in range(self._turn, self._turn + min(GUESSES, len(keys))):
-            sequence = sequences[turn % len(keys)]
-            if not self._plan[turn % len(keys)] and most(sequence):
-                self._guess(sequence)
-        self._turn = (self._turn + GUESSES) % len(keys)
+        self._turn = (self._turn + 1) % len(keys)
+        if not self._plan[self._turn] and most(sequences[self._turn]):
+            self._guess(sequences[self._turn])
         return [nodes and min(nodes, most(sequence)) for nodes, sequence in zip(self._plan, sequences)]
 
     def observe(self, sequence: Sequence, depth: int, accepted: int) -> None:
@@ -235,14 +232,18 @@ class DeviceDrafting:
         sequence.acceptance.observe(max(depth, 1), accepted)
         self._changed = True
 
-    def arrived(self, spans: list[Span], asked: float, now: float) -> None:
-        """Note when the results of a step were there, and when they were asked for: times of ``perf_counter``."""
-        waited = now - asked > WAIT  # else they were there before
-        if waited and self._arrived and all(span.rows == 1 and span.sample and not span.scored for span in spans):
-            nodes, drafts = sum(span.nodes for span in spans), any(span.nodes or span.follows for span in spans)
-            if len(spans) <= BUCKETS[-1]:
+    def arrived(self, spans: list[Span], now: float) -> None:
+        """Note when the host had a step's results, by ``perf_counter``.
+
+        What lies between two of them is what a step takes: on the device, or on the host if that is slower.
+        """
+        if len(spans) <= BUCKETS[-1] and all(span.rows == 1 and span.sample and not span.scored for span in spans):
+            if self._arrived:
+                nodes, drafts = sum(span.nodes for span in spans), any(span.nodes or span.follows for span in spans)
                 self._times.observe(len(spans), nodes, drafts, now - self._arrived)
-        self._arrived = now if waited else 0.0
+            self._arrived = now
+        else:
+            self._arrived = 0.0
 
     def _best(self, sequences: list[Sequence], most: list[int]) -> list[int]:
         """The nodes of each sequence that bring most tokens per time."""

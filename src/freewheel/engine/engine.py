@@ -245,10 +245,9 @@ class Engine:
                 sequence.slack += span.nodes
         if self._flights and (not rows or len(self._flights) > self.lookahead):
             rows, launched = self._flights.popleft()
-            asked = perf_counter()
             result = launched.result()
             if isinstance(self._drafting, DeviceDrafting):
-                self._drafting.arrived([row.span for row in rows], asked, perf_counter())
+                self._drafting.arrived([row.span for row in rows], perf_counter())
             self._retire(rows, result)
         return self._take_outputs()
 
@@ -385,16 +384,16 @@ class Engine:
         size, pages = self._pool.page_size, 0 if self._waiting else max(self._cache.available - len(self._running), 0)
         needs: list[tuple[Sequence, int]] = []
         for i, sequence, nodes in zip(decoding, sequences, wanted):
-            span = rows[i].span
+            if not nodes and not sequence.slack:
+                continue
+            slot, start = rows[i].span[:2]
             if nodes:
-                nodes = max(min(nodes, left, (len(sequence.pages) + pages) * size - span.start - 1), 0)
-            if nodes or sequence.slack:
-                rows[i] = rows[i]._replace(span=span._replace(nodes=nodes, follows=sequence.slack > 0))
-            if nodes:
+                nodes = max(min(nodes, left, (len(sequence.pages) + pages) * size - start - 1), 0)
                 left -= nodes
-                end = span.start + 1 + nodes
+                end = start + 1 + nodes
                 pages -= max(pages_for(end, size) - len(sequence.pages), 0)
                 needs.append((sequence, end))
+            rows[i] = _Row(sequence, Span(slot, start, 1, True, nodes=nodes, follows=sequence.slack > 0), sequence.stay)
         if needs:
             self._secure(needs)
 

@@ -293,7 +293,7 @@ def attend_chunks(
         positions if places is None else places, ancestors, layer.scale, cache.shape[2], page_table.shape[1],
         **_sizes(layer, cache), WINDOW=layer.window or 0, CAP=layer.soft_cap or 0.0,
         M=max(power(tile_rows * layer.group), 16), SPLITS=splits, TILE=tile or layer.tile,
-        STAGES=stages or (2 if cache.itemsize == 2 else 1), CHAINED=chained, num_warps=warps, **_options(chained),
+        STAGES=stages or (3 if cache.itemsize == 2 else 1), CHAINED=chained, num_warps=warps, **_options(chained),
     )  # fmt: skip
 
 
