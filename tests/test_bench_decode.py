@@ -14,7 +14,17 @@ import torch
 from freewheel.bench import decode
 from freewheel.bench.decode import DecodeResult, Failed, Loaded, floor_seconds, measure, plot
 from freewheel.bench.shapes import SHAPES, STD, DummyWeights, dummy_model, shape_config, weight_shapes
-from freewheel.bench.steps import Activity, StepProfile, activities_of, host_seconds, profile_steps, summarise, union
+from freewheel.bench.steps import (
+    Activity,
+    Between,
+    StepProfile,
+    activities_of,
+    between_graphs,
+    host_seconds,
+    profile_steps,
+    summarise,
+    union,
+)
 from freewheel.bench.systems import (
     SETTLED,
     Freewheel,
@@ -159,14 +169,32 @@ def test_a_profile_tells_what_ran_and_for_which_part_of_the_time() -> None:
     profile = summarise(activities, batch=8, steps=2)
     assert (profile.batch, profile.steps) == (8, 2)
     assert (profile.kernels, profile.copies) == (1.5, 0.5)
-    assert profile.occupancy == 0.6
+    assert (profile.inside, profile.between, profile.occupancy) == (0.6, None, 0.6)
     assert profile.step_ms == pytest.approx(0.005)
     assert profile.longest_gap_us == 3.0
     assert list(profile.kernel_us) == ["product", "draw", "Memcpy DtoH (Device -> Pinned)"]
     assert profile.kernel_us["product"] == 2.0
     assert profile.kernel_counts["product"] == 1.0
+    fed = summarise(activities, 8, 2, Between(0.5, 7.0))
+    assert (fed.inside, fed.between, fed.occupancy, fed.longest_gap_us) == (0.6, 0.5, 0.3, 7.0)
     with pytest.raises(RuntimeError, match="saw nothing"):
         summarise([], batch=8, steps=2)
+
+
+def test_gaps_between_graphs_are_those_between_their_events() -> None:
+    @dataclass
+    class Event:
+        at: float  # milliseconds
+
+        def elapsed_time(self, later: "Event") -> float:
+            return later.at - self.at
+
+    def between(*times: float) -> Between | None:
+        return between_graphs([Event(time) for time in times])
+
+    assert between(1.0, 2.0, 2.5, 4.0, 4.0, 6.0) == Between(0.9, 500.0)
+    assert between(1.0, 2.0) is None
+    assert between() is None
 
 
 def test_only_what_ran_on_the_device_counts() -> None:
@@ -497,7 +525,7 @@ def test_on_a_cuda_device_the_floor_comes_first(
         "           batch 8: 1.008 ms a step, at most 7936.5 tok/s",
     ]
     assert lines[at + 5].split() == ["1", "100.0", "10.000", "1.001", "10.0%", "55", "25.60", "5000", "3.00", "900"]
-    assert lines[at + 8].split() == ["1", "1.0", "0.0", "71.4%", "0.0", "0.000"]
+    assert lines[at + 8].split() == ["1", "1.0", "0.0", "71.4%", "-", "71.4%", "0.0", "0.000"]
     assert lines[at + 9] == f"{'freewheel:bfloat16':24}  failed: that was all"
     assert "transformers:bfloat16  loaded in 2.00 s" in lines
     first, *_ = json.loads(report.read_text())["results"]

@@ -404,7 +404,8 @@ CUDA_HEADER = (
     f"{'host us':>9}{'first ms':>10}{'prompt tok/s':>14}{'warm-up s':>11}{'MB':>9}"
 )
 STEPS_HEADER = (
-    f"{'batch':>7}{'kernels':>10}{'copies':>10}{'occupancy':>11}{'longest gap us':>16}{'profiled ms/step':>18}"
+    f"{'batch':>7}{'kernels':>10}{'copies':>10}{'inside':>9}{'between':>9}{'occupancy':>11}{'longest gap us':>16}"
+    f"{'profiled ms/step':>18}"
 )
 
 
@@ -450,7 +451,8 @@ def _cuda_line(result: dict[str, Any]) -> str:
 
 def _steps_line(steps: StepProfile) -> str:
     return (
-        f"{steps.batch:7}{steps.kernels:10.1f}{steps.copies:10.1f}{steps.occupancy:11.1%}"
+        f"{steps.batch:7}{steps.kernels:10.1f}{steps.copies:10.1f}{steps.inside:9.1%}"
+        f"{_shown(steps.between, '.1%'):>9}{steps.occupancy:11.1%}"
         f"{steps.longest_gap_us:16.1f}{steps.step_ms:18.3f}"
     )
 

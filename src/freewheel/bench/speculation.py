@@ -14,7 +14,7 @@ import inspect
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,8 @@ class SpeculationResult:
         acceptance_length: tokens a request gets in a step, with speculation.
         draft_rows: rows a token that were computed for drafts; wasted: those of them that were rejected.
         equal: share of the requests that got the same tokens both ways.
+        occupancy: on CUDA devices, the share of the time in which the device runs anything, with speculation, once each
+            prompt has its first token; see :mod:`freewheel.bench.steps`.
     """
 
     workload: str
@@ -72,6 +74,7 @@ class SpeculationResult:
     draft_rows: float
     wasted: float
     equal: float
+    occupancy: float | None = None
 
 
 def workload(name: str, model: "LoadedModel", batch: int, longest: int) -> "list[Request]":
@@ -121,11 +124,13 @@ def _extract(number: int) -> tuple[str, str]:
     return f"The text:\n\n{text}\n\nThe end of the text. Here is the text again, word for word:\n\n", text
 
 
-def generate(engine: "Engine", requests: "Sequence[Request]") -> tuple[float, int, dict[str, list[int]]]:
-    """Run requests to their end.
+def generate(
+    engine: "Engine", requests: "Sequence[Request]", begin: Callable[[], None] = lambda: None
+) -> tuple[float, int, dict[str, list[int]]]:
+    """Run requests to their end; call ``begin`` when each has its first token.
 
     Returns:
-        Seconds from the moment when each has its first token, the tokens that came after it, and each one's tokens.
+        Seconds from that moment on, the tokens that came after it, and each one's tokens.
     """
     told: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
@@ -137,11 +142,33 @@ def generate(engine: "Engine", requests: "Sequence[Request]") -> tuple[float, in
                 raise RuntimeError(output.error)
             told[output.request_id] += output.token_ids
         if not began and all(told.values()):
+            begin()
             began, before = time.perf_counter(), sum(map(len, told.values()))
     return time.perf_counter() - began, sum(map(len, told.values())) - before, told
 
 
-def measure(engines: "dict[bool, Engine]", name: str, requests: "Sequence[Request]", repeats: int) -> SpeculationResult:
+def device_occupancy(engine: "Engine", device: str, requests: "Sequence[Request]") -> float | None:
+    """Of steps that follow when all requests have begun; None where there are no graphs."""
+    from freewheel.bench.steps import AHEAD, between_graphs, graph_events, profile_device, summarise
+    from freewheel.bench.systems import wait_for
+
+    with graph_events() as events:
+        generate(engine, requests, events.clear)
+        wait_for(device)
+    between = between_graphs(events)
+    if between is None:
+        return None
+
+    def run(begin: Callable[[], None]) -> None:
+        generate(engine, requests, begin)
+
+    activities = profile_device(engine, device, AHEAD, run)
+    return summarise(activities, len(requests), 1, between).occupancy
+
+
+def measure(
+    engines: "dict[bool, Engine]", name: str, requests: "Sequence[Request]", repeats: int, device: str = "cpu"
+) -> SpeculationResult:
     """Let both engines take turns on the same requests, after one turn that does not count."""
     from freewheel.speculative import SpeculationMetrics
 
@@ -161,6 +188,7 @@ def measure(engines: "dict[bool, Engine]", name: str, requests: "Sequence[Reques
                     now.steps - before.steps, now.drafted - before.drafted, now.accepted - before.accepted
                 )
     generated = sum(map(len, told[True].values()))
+    occupancy = device_occupancy(drafting, device, requests) if device != "cpu" else None
     return SpeculationResult(
         workload=name,
         batch=len(requests),
@@ -172,6 +200,7 @@ def measure(engines: "dict[bool, Engine]", name: str, requests: "Sequence[Reques
         draft_rows=counted.drafted / generated,
         wasted=counted.wasted / generated,
         equal=statistics.mean(told[False][key] == told[True][key] for key in told[True]),
+        occupancy=occupancy,
     )
 
 
@@ -239,16 +268,18 @@ def run(args: argparse.Namespace) -> None:
             print(f"steps      of {batch}: {times}")
     print(
         f"{'workload':10}{'batch':>6}{'plain tok/s':>13}{'drafted tok/s':>15}{'ratio':>7}{'accepted':>10}"
-        f"{'draft rows':>12}{'wasted':>8}{'equal':>7}"
+        f"{'draft rows':>12}{'wasted':>8}{'equal':>7}{'occupancy' if args.device != 'cpu' else '':>11}"
     )
     results = []
     for name in workloads:
         for batch in batches:
-            result = measure(engines, name, workload(name, model, batch, args.output), args.repeats)
+            asked = workload(name, model, batch, args.output)
+            result = measure(engines, name, asked, args.repeats, args.device)
             results.append(asdict(result))
             print(
                 f"{name:10}{batch:6}{result.plain:13.1f}{result.drafted:15.1f}{result.ratio:7.2f}"
-                f"{result.acceptance_length:10.2f}{result.draft_rows:12.2f}{result.wasted:8.2f}{result.equal:7.0%}",
+                f"{result.acceptance_length:10.2f}{result.draft_rows:12.2f}{result.wasted:8.2f}{result.equal:7.0%}"
+                + (f"{result.occupancy:11.1%}" if result.occupancy is not None else ""),
                 flush=True,
             )
     print("accepted: tokens a request and step. Draft rows, and those wasted, for each token of the output.")

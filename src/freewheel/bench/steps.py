@@ -1,23 +1,32 @@
 """What the decode steps of an engine on a CUDA device take, seen from both sides.
 
 From the host: the time of ``Engine.step()``, the wait for results apart. From the device: how many kernels it runs, and
-for which part of the time it runs any, by torch's profiler, which records each and slows them down a little.
+for which part of the time it runs any. Torch's profiler tells that of a step, but makes launches take three times as
+long; so it looks at steps that were launched well ahead. How long the device waits between steps is told by events
+around each graph, while steps are launched as ever.
 """
 
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from freewheel.bench.systems import FreewheelEngine, wait_for
+
+if TYPE_CHECKING:
+    from freewheel.engine.engine import Engine
 
 STEPS = 50
 REHEARSED = 5  # steps under a profiler before the one that counts, which then finds itself set up
 TRACED = 10
+AHEAD = 4  # steps, under a profiler
 COPIES = ("Memcpy", "Memset")  # how the profiler's names of copies and fills begin
 
 
@@ -30,9 +39,13 @@ class StepProfile:
         steps: how many steps this is the mean of.
         kernels: launched, a step; copies and fills apart.
         copies: copies and fills, a step.
-        occupancy: share of the time, from the first start to the last end, in which anything ran.
-        step_ms: that time over the steps; the profiler's own cost is in it.
-        longest_gap_us: in which nothing ran.
+        occupancy: share of the time in which the device runs anything: ``inside`` times ``between``.
+        inside: share of the time, from the first start to the last end, in which anything ran, of steps that were
+            launched well ahead.
+        between: share of the time in which a graph ran, or was about to, of steps that were launched as ever; None
+            without graphs: then ``inside`` is of such steps.
+        step_ms: the time of the former over their number; the profiler's own cost is in it.
+        longest_gap_us: in which nothing ran, or no graph.
         kernel_us: microseconds a step by kernel, those that take longest first; side by side they add up to more than
             passes.
         kernel_counts: runs of each a step.
@@ -44,6 +57,8 @@ class StepProfile:
     kernels: float
     copies: float
     occupancy: float
+    inside: float
+    between: float | None
     step_ms: float
     longest_gap_us: float
     kernel_us: dict[str, float]
@@ -71,8 +86,70 @@ def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def summarise(activities: Sequence[Activity], batch: int, steps: int) -> StepProfile:
-    """What ``steps`` steps did on the device.
+@dataclass(frozen=True)
+class Between:
+    """How a series of graphs was fed: share of the time in which one ran or was about to, and the longest gap."""
+
+    share: float
+    longest_gap_us: float
+
+
+@contextmanager
+def graph_events() -> Iterator[list[Any]]:
+    """Events before and after each graph that is replayed meanwhile, in turn."""
+    import torch
+
+    replay, events = torch.cuda.CUDAGraph.replay, []
+
+    def marked(graph: torch.cuda.CUDAGraph) -> None:
+        around = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        around[0].record()
+        replay(graph)
+        around[1].record()
+        events.extend(around)
+
+    with patch.object(torch.cuda.CUDAGraph, "replay", marked):
+        yield events
+
+
+def between_graphs(events: Sequence[Any]) -> Between | None:
+    """What the events around several graphs tell; None if there were not several. The device must have passed them."""
+    if len(events) < 4:
+        return None
+    gaps = [ended.elapsed_time(began) for ended, began in zip(events[1:-1:2], events[2::2], strict=True)]
+    return Between(1 - sum(gaps) / events[0].elapsed_time(events[-1]), max(gaps) * 1e3)
+
+
+def profile_device(
+    engine: "Engine", device: str, ahead: int, run: Callable[[Callable[[], None]], None]
+) -> list[Activity]:
+    """What runs on the device from when ``run`` calls what it is given, with so many steps launched ahead."""
+    from torch.profiler import ProfilerActivity, profile
+
+    profiler, lookahead = profile(activities=[ProfilerActivity.CUDA]), engine.lookahead
+    begun = False
+
+    def begin() -> None:
+        nonlocal begun
+        wait_for(device)
+        profiler.start()
+        begun = True
+
+    engine.lookahead = ahead
+    try:
+        run(begin)
+    finally:
+        engine.lookahead = lookahead
+        if begun:
+            wait_for(device)
+            profiler.stop()
+    results = profiler.profiler and profiler.profiler.kineto_results
+    assert results is not None
+    return activities_of(results.events())
+
+
+def summarise(activities: Sequence[Activity], batch: int, steps: int, between: Between | None = None) -> StepProfile:
+    """What ``steps`` steps did on the device, and how others were fed.
 
     Raises:
         RuntimeError: nothing at all.
@@ -87,14 +164,17 @@ def summarise(activities: Sequence[Activity], batch: int, steps: int) -> StepPro
         counts[one.name] += 1
     copies = sum(count for name, count in counts.items() if name.startswith(COPIES))
     gaps = [later[0] - earlier[1] for earlier, later in pairwise(busy)]
+    inside = sum(end - start for start, end in busy) / span
     return StepProfile(
         batch=batch,
         steps=steps,
         kernels=(len(activities) - copies) / steps,
         copies=copies / steps,
-        occupancy=sum(end - start for start, end in busy) / span,
+        occupancy=inside * (between.share if between else 1.0),
+        inside=inside,
+        between=between and between.share,
         step_ms=span / steps / 1e6,
-        longest_gap_us=max(gaps, default=0) / 1e3,
+        longest_gap_us=max(max(gaps, default=0) / 1e3, between.longest_gap_us if between else 0.0),
         kernel_us={name: time / steps / 1e3 for name, time in times.most_common()},
         kernel_counts={name: counts[name] / steps for name, _ in times.most_common()},
     )
@@ -124,23 +204,26 @@ def profile_steps(system: FreewheelEngine, prompts: Sequence[list[int]], output:
 
     To be used after all timings: the profiler's hooks stay in the process.
     """
-    from torch.profiler import ProfilerActivity, profile
-
-    steps = min(STEPS, system.start(prompts, output) - REHEARSED)
+    steps = min(STEPS, (system.start(prompts, output) - REHEARSED - AHEAD) // 2)
     if steps < 1:
         system.drain()
         return None
-    results = None
-    for count in (REHEARSED, steps):
+    with graph_events() as events:
+        for _ in range(steps):
+            system.engine.step()
         wait_for(system.device)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(count):
-                system.engine.step()
-            wait_for(system.device)
-        results = profiler.profiler and profiler.profiler.kineto_results
+    between = between_graphs(events)
+
+    def run(count: int, begin: Callable[[], None]) -> None:
+        begin()
+        for _ in range(count):
+            system.engine.step()
+
+    ahead = AHEAD if between else system.engine.lookahead
+    profile_device(system.engine, system.device, ahead, partial(run, REHEARSED))
+    activities = profile_device(system.engine, system.device, ahead, partial(run, steps))
     system.drain()
-    assert results is not None
-    return summarise(activities_of(results.events()), len(prompts), steps)
+    return summarise(activities, len(prompts), steps, between)
 
 
 def activities_of(events: Iterable[Any]) -> list[Activity]:

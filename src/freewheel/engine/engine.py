@@ -243,12 +243,13 @@ class Engine:
                 sequence.launched = span.start + span.rows + span.nodes
                 sequence.pending += span.sample + span.nodes
                 sequence.slack += span.nodes
-        if self._flights and (not rows or len(self._flights) > self.lookahead):
-            rows, launched = self._flights.popleft()
-            result = launched.result()
+        land = max(len(self._flights) - self.lookahead, not rows)
+        for _ in range(min(land, len(self._flights))):
+            landed, flight = self._flights.popleft()
+            result = flight.result()
             if isinstance(self._drafting, DeviceDrafting):
-                self._drafting.arrived([row.span for row in rows], perf_counter())
-            self._retire(rows, result)
+                self._drafting.arrived([row.span for row in landed], perf_counter())
+            self._retire(landed, result)
         return self._take_outputs()
 
     def _launch(self, spans: list[Span]) -> InFlight:
