@@ -183,26 +183,37 @@ class TestTimes:
     def test_follow_what_steps_take(self) -> None:
         times = StepTimes({(4, 0): 0.5, (4, 4): 0.6, (4, 8): 0.7, (4, 16): 0.8}, 3, 512)
         for _ in range(200):
-            times.observe(3, 0, False, 1.0)
+            times.observe(3, 0, False, 1.0, 0.1)
         assert [seconds for _, seconds in times.of(3)] == pytest.approx([1.0, 1.2, 1.4, 1.6], rel=0.01)
         for _ in range(200):
-            times.observe(4, 3, True, 2.0)
-            times.observe(4, 0, True, 1.1)
+            times.observe(4, 3, True, 2.0, 0.1)
+            times.observe(4, 0, True, 1.1, 0.1)
         assert [seconds for _, seconds in times.of(3)] == pytest.approx([1.0, 1.1, 2.0, 1.6], rel=0.01)
+
+    def test_are_those_of_the_host_if_it_is_slower(self) -> None:
+        times = StepTimes({(4, 0): 0.5, (4, 4): 0.6, (4, 8): 0.7, (4, 16): 0.8}, 3, 512)
+        times.observe(3, 0, False, None, 0.3)
+        times.observe(4, 4, True, None, 0.9)
+        assert [seconds for _, seconds in times.of(3)] == [0.5, 0.6, 0.9, 0.8]
 
     def test_a_step_that_was_held_up_changes_little(self) -> None:
         times = StepTimes({(4, 0): 0.5}, 3, 512)
-        times.observe(3, 0, False, 100.0)
+        times.observe(3, 0, False, 100.0, 0.1)
+        times.observe(3, 0, False, None, 100.0)
         assert times.of(3)[0][1] < 0.53
 
-    def test_are_those_between_results(self) -> None:
+    def test_come_from_results_that_had_to_be_waited_for(self) -> None:
+        def landed(spans: list[Span], waited: float, arrived: float) -> None:
+            drafting.landed(spans, host=0.001, waited=waited, arrived=arrived)
+
         drafting = DeviceDrafting(times := StepTimes({(2, 0): 0.010, (2, 4): 0.010}, NODES, 512), NODES)
         plain, prompt = [Span(slot, 9, 1, True) for slot in range(2)], [Span(0, 0, 9, True)]
-        drafting.arrived(plain, 0.110)
-        drafting.arrived(plain, 0.130)  # 20 ms
+        landed(plain, 0.010, 0.110)
+        landed(plain, 0.015, 0.130)  # 20 ms
         assert times.of(2)[0][1] == pytest.approx(0.0105)
-        drafting.arrived(prompt, 0.200)
-        drafting.arrived(plain, 0.260)  # nobody knows when the prompt's work ended
+        landed(plain, 0.0, 0.150)  # they were there
+        landed(plain, 0.005, 0.160)
+        landed(prompt, 0.095, 0.260)
         assert times.of(2)[0][1] == pytest.approx(0.0105)
-        drafting.arrived([plain[0]._replace(nodes=2), plain[1]], 0.280)
+        landed([plain[0]._replace(nodes=2), plain[1]], 0.005, 0.280)
         assert times.of(2)[2] == (4, pytest.approx(0.0105 + 0.05 * (0.020 - 0.0105)))

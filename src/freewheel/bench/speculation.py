@@ -148,8 +148,8 @@ def generate(
 
 
 def device_occupancy(engine: "Engine", device: str, requests: "Sequence[Request]") -> float | None:
-    """Of steps that follow when all requests have begun; None where there are no graphs."""
-    from freewheel.bench.steps import AHEAD, between_graphs, graph_events, profile_device, summarise
+    """Of the steps that follow when each request has its first token; None where there are no graphs."""
+    from freewheel.bench.steps import between_graphs, graph_events, profiled, summarise
     from freewheel.bench.systems import wait_for
 
     with graph_events() as events:
@@ -158,12 +158,9 @@ def device_occupancy(engine: "Engine", device: str, requests: "Sequence[Request]
     between = between_graphs(events)
     if between is None:
         return None
-
-    def run(begin: Callable[[], None]) -> None:
-        generate(engine, requests, begin)
-
-    activities = profile_device(engine, device, AHEAD, run)
-    return summarise(activities, len(requests), 1, between).occupancy
+    with profiled(device) as (activities, events):
+        generate(engine, requests)
+    return summarise(activities, len(requests), 1, between, len(events) // 2).occupancy
 
 
 def measure(

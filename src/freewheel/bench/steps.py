@@ -2,31 +2,25 @@
 
 From the host: the time of ``Engine.step()``, the wait for results apart. From the device: how many kernels it runs, and
 for which part of the time it runs any. Torch's profiler tells that of a step, but makes launches take three times as
-long; so it looks at steps that were launched well ahead. How long the device waits between steps is told by events
-around each graph, while steps are launched as ever.
+long: how long the device waits between steps is told by events around each graph, without a profiler.
 """
 
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 from freewheel.bench.systems import FreewheelEngine, wait_for
 
-if TYPE_CHECKING:
-    from freewheel.engine.engine import Engine
-
 STEPS = 50
 REHEARSED = 5  # steps under a profiler before the one that counts, which then finds itself set up
 TRACED = 10
-AHEAD = 4  # steps, under a profiler
 COPIES = ("Memcpy", "Memset")  # how the profiler's names of copies and fills begin
 
 
@@ -40,12 +34,13 @@ class StepProfile:
         kernels: launched, a step; copies and fills apart.
         copies: copies and fills, a step.
         occupancy: share of the time in which the device runs anything: ``inside`` times ``between``.
-        inside: share of the time, from the first start to the last end, in which anything ran, of steps that were
-            launched well ahead.
-        between: share of the time in which a graph ran, or was about to, of steps that were launched as ever; None
-            without graphs: then ``inside`` is of such steps.
-        step_ms: the time of the former over their number; the profiler's own cost is in it.
-        longest_gap_us: in which nothing ran, or no graph.
+        inside: share of the time from the first start to the last end in which anything ran, the longest gaps left out,
+            one for each of the profiled graphs but the last: they are between steps.
+        between: share of the time in which a graph ran, or was about to, of other steps, without the profiler; None
+            without graphs: then no gaps are left out.
+        step_ms: the time from the first start to the last end over the number of steps; the profiler's own cost is in
+            it.
+        longest_gap_us: in which nothing ran inside a step, or between steps without the profiler.
         kernel_us: microseconds a step by kernel, those that take longest first; side by side they add up to more than
             passes.
         kernel_counts: runs of each a step.
@@ -120,36 +115,25 @@ def between_graphs(events: Sequence[Any]) -> Between | None:
     return Between(1 - sum(gaps) / events[0].elapsed_time(events[-1]), max(gaps) * 1e3)
 
 
-def profile_device(
-    engine: "Engine", device: str, ahead: int, run: Callable[[Callable[[], None]], None]
-) -> list[Activity]:
-    """What runs on the device from when ``run`` calls what it is given, with so many steps launched ahead."""
+@contextmanager
+def profiled(device: str) -> Iterator[tuple[list[Activity], list[Any]]]:
+    """What runs on the device meanwhile, known at the end, and the events of the graphs among it."""
     from torch.profiler import ProfilerActivity, profile
 
-    profiler, lookahead = profile(activities=[ProfilerActivity.CUDA]), engine.lookahead
-    begun = False
-
-    def begin() -> None:
-        nonlocal begun
+    wait_for(device)
+    activities: list[Activity] = []
+    with graph_events() as events, profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        yield activities, events
         wait_for(device)
-        profiler.start()
-        begun = True
-
-    engine.lookahead = ahead
-    try:
-        run(begin)
-    finally:
-        engine.lookahead = lookahead
-        if begun:
-            wait_for(device)
-            profiler.stop()
     results = profiler.profiler and profiler.profiler.kineto_results
     assert results is not None
-    return activities_of(results.events())
+    activities += activities_of(results.events())
 
 
-def summarise(activities: Sequence[Activity], batch: int, steps: int, between: Between | None = None) -> StepProfile:
-    """What ``steps`` steps did on the device, and how others were fed.
+def summarise(
+    activities: Sequence[Activity], batch: int, steps: int, between: Between | None = None, graphs: int = 0
+) -> StepProfile:
+    """What ``steps`` steps with so many graphs did on the device, and how others were fed.
 
     Raises:
         RuntimeError: nothing at all.
@@ -163,8 +147,10 @@ def summarise(activities: Sequence[Activity], batch: int, steps: int, between: B
         times[one.name] += one.end - one.start
         counts[one.name] += 1
     copies = sum(count for name, count in counts.items() if name.startswith(COPIES))
-    gaps = [later[0] - earlier[1] for earlier, later in pairwise(busy)]
-    inside = sum(end - start for start, end in busy) / span
+    gaps = sorted(later[0] - earlier[1] for earlier, later in pairwise(busy))
+    if between:
+        gaps = gaps[: max(len(gaps) + 1 - graphs, 0)]
+    inside = 1 - sum(gaps) / (sum(end - start for start, end in busy) + sum(gaps))
     return StepProfile(
         batch=batch,
         steps=steps,
@@ -204,7 +190,7 @@ def profile_steps(system: FreewheelEngine, prompts: Sequence[list[int]], output:
 
     To be used after all timings: the profiler's hooks stay in the process.
     """
-    steps = min(STEPS, (system.start(prompts, output) - REHEARSED - AHEAD) // 2)
+    steps = min(STEPS, (system.start(prompts, output) - REHEARSED) // 2)
     if steps < 1:
         system.drain()
         return None
@@ -213,17 +199,14 @@ def profile_steps(system: FreewheelEngine, prompts: Sequence[list[int]], output:
             system.engine.step()
         wait_for(system.device)
     between = between_graphs(events)
-
-    def run(count: int, begin: Callable[[], None]) -> None:
-        begin()
-        for _ in range(count):
+    with profiled(system.device):
+        for _ in range(REHEARSED):
             system.engine.step()
-
-    ahead = AHEAD if between else system.engine.lookahead
-    profile_device(system.engine, system.device, ahead, partial(run, REHEARSED))
-    activities = profile_device(system.engine, system.device, ahead, partial(run, steps))
+    with profiled(system.device) as (activities, events):
+        for _ in range(steps):
+            system.engine.step()
     system.drain()
-    return summarise(activities, len(prompts), steps, between)
+    return summarise(activities, len(prompts), steps, between, len(events) // 2)
 
 
 def activities_of(events: Iterable[Any]) -> list[Activity]:

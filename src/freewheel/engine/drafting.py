@@ -20,6 +20,7 @@ FINENESS = 4  # costs of a row that are told apart, to the double
 WORTH = 1.02  # what drafts have to bring, relative to steps without
 REVIEWED = 16  # sequences that are looked at again, on average, in a step
 GUESSED = 8  # tokens that the host guesses
+WAIT = 20e-6  # seconds: who waits for less finds the results there
 
 
 class Pace:
@@ -127,6 +128,8 @@ class Drafting:
 class StepTimes:
     """What captured steps take: as measured when they were prepared, then as steps of late took.
 
+    That is what device or host takes, whichever is slower, as they work side by side.
+
     Where nothing was measured, as on one H200 with 0.6 B weights; twice as many rows as were seen there take twice as
     long. A step is known by the sequences it is made for, and its rows: 0 if it is plain, or see
     :func:`freewheel.engine.buckets.draft_step`.
@@ -141,7 +144,8 @@ class StepTimes:
 
     def __init__(self, measured: Mapping[tuple[int, int], float], nodes: int, most_rows: int) -> None:
         self._measured, self._nodes, self._most_rows = measured, nodes, most_rows
-        self._seen: dict[tuple[int, int], float] = {}
+        self._device: dict[tuple[int, int], float] = {}
+        self._host: dict[tuple[int, int], float] = {}
 
     def of(self, sequences: int) -> list[tuple[int, float]]:
         """Rows and seconds of each step there is for so many sequences.
@@ -152,20 +156,31 @@ class StepTimes:
         keys = [(size, rows) for rows in (0, size, *draft_rows(size, self._nodes, self._most_rows))]
         return list(zip((sequences, sequences, *(rows for _, rows in keys[2:])), map(self._seconds, keys)))
 
-    def observe(self, sequences: int, nodes: int, drafts: bool, seconds: float) -> None:
-        """Note what a step took for so many sequences, with so many nodes in all if any of them ``drafts``."""
-        size = bucket_for(sequences)
-        key = draft_step(sequences, nodes, self._nodes, self._most_rows) if drafts else (size, 0)
-        known = self._seconds(key)
+    def observe(self, sequences: int, nodes: int, drafts: bool, device: float | None, host: float) -> None:
+        """Note what a step took for so many sequences, with so many nodes in all if any of them ``drafts``.
+
+        Args:
+            device: seconds; None if that is not known.
+            host: seconds.
+        """
+        key = draft_step(sequences, nodes, self._nodes, self._most_rows) if drafts else (bucket_for(sequences), 0)
         # Anything may hold up a step. And a context that grows lets its time grow slowly.
-        self._seen[key] = known + LATEST * (min(max(seconds, known / 2), 2 * known) - known)
+        for times, known, seconds in (
+            (self._device, self._device_seconds(key), device),
+            (self._host, self._host.get(key, host), host),
+        ):
+            if seconds is not None:
+                times[key] = known + LATEST * (min(max(seconds, known / 2), 2 * known) - known)
 
     def _seconds(self, key: tuple[int, int]) -> float:
+        return max(self._device_seconds(key), self._host.get(key, 0.0))
+
+    def _device_seconds(self, key: tuple[int, int]) -> float:
         """What it was seen to take; or what was measured, if plain steps take what was measured."""
-        if key in self._seen:
-            return self._seen[key]
+        if key in self._device:
+            return self._device[key]
         plain = key[0], 0
-        return self._idle(key) * self._seen.get(plain, self._idle(plain)) / self._idle(plain)
+        return self._idle(key) * self._device.get(plain, self._idle(plain)) / self._idle(plain)
 
     def _idle(self, key: tuple[int, int]) -> float:
         rows = key[1] or key[0]
@@ -232,18 +247,21 @@ class DeviceDrafting:
         sequence.acceptance.observe(max(depth, 1), accepted)
         self._changed = True
 
-    def arrived(self, spans: list[Span], now: float) -> None:
-        """Note when the host had a step's results, by ``perf_counter``.
+    def landed(self, spans: list[Span], *, host: float, waited: float, arrived: float) -> None:
+        """Note what a step took, in seconds.
 
-        What lies between two of them is what a step takes: on the device, or on the host if that is slower.
+        Args:
+            spans: of the step.
+            host: that the host had to do for it, from planning to handing out what it brought.
+            waited: for its results; next to nothing: they were there before, who knows since when.
+            arrived: when they were there, by ``perf_counter``.
         """
+        known = waited > WAIT
         if len(spans) <= BUCKETS[-1] and all(span.rows == 1 and span.sample and not span.scored for span in spans):
-            if self._arrived:
-                nodes, drafts = sum(span.nodes for span in spans), any(span.nodes or span.follows for span in spans)
-                self._times.observe(len(spans), nodes, drafts, now - self._arrived)
-            self._arrived = now
-        else:
-            self._arrived = 0.0
+            device = arrived - self._arrived if known and self._arrived else None
+            nodes, drafts = sum(span.nodes for span in spans), any(span.nodes or span.follows for span in spans)
+            self._times.observe(len(spans), nodes, drafts, device, host)
+        self._arrived = arrived if known else 0.0
 
     def _best(self, sequences: list[Sequence], most: list[int]) -> list[int]:
         """The nodes of each sequence that bring most tokens per time."""

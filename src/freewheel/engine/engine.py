@@ -100,7 +100,7 @@ class Engine:
         self._added = 0
         self._keys = 0
         self._outputs: list[StepOutput] = []
-        self._flights: deque[tuple[list[_Row], InFlight]] = deque()
+        self._flights: deque[tuple[list[_Row], InFlight, float]] = deque()  # and how long the host took to launch
         default = 1 if pool.device.type == "cuda" else 0
         self.lookahead = default if config.lookahead is None else config.lookahead
         self._drafting: Drafting | DeviceDrafting | None = None
@@ -226,6 +226,7 @@ class Engine:
 
         What the decoder raises passes through; the caller then has to :meth:`abort` what it had added.
         """
+        began = perf_counter()
         rows = self._schedule()
         if rows:
             if isinstance(self._drafting, DeviceDrafting):
@@ -238,18 +239,21 @@ class Engine:
                 for row in rows:  # some may have got their token: they begin again, and get the same
                     self._preempt(row.sequence)
                 raise
-            self._flights.append((rows, flight))
             for sequence, span, _ in rows:
                 sequence.launched = span.start + span.rows + span.nodes
                 sequence.pending += span.sample + span.nodes
                 sequence.slack += span.nodes
+            self._flights.append((rows, flight, perf_counter() - began))
         land = max(len(self._flights) - self.lookahead, not rows)
         for _ in range(min(land, len(self._flights))):
-            landed, flight = self._flights.popleft()
+            landed, flight, launching = self._flights.popleft()
+            asked = perf_counter()
             result = flight.result()
-            if isinstance(self._drafting, DeviceDrafting):
-                self._drafting.arrived([row.span for row in landed], perf_counter())
+            arrived = perf_counter()
             self._retire(landed, result)
+            if isinstance(self._drafting, DeviceDrafting):
+                spans, host = [row.span for row in landed], launching + perf_counter() - arrived
+                self._drafting.landed(spans, host=host, waited=arrived - asked, arrived=arrived)
         return self._take_outputs()
 
     def _launch(self, spans: list[Span]) -> InFlight:
