@@ -162,6 +162,17 @@ def test_sequences_take_turns() -> None:
     assert guessed == [[1], [1], [1, 3], [0, 1, 3], [0, 1, 3]]
 
 
+def test_a_host_that_has_no_time_does_not_guess() -> None:
+    drafting = DeviceDrafting(StepTimes(measured(9.0, 9.0), NODES, 512), NODES)
+    one = sequence(0, [5, 6, 7, 5, 6])
+    drafting.landed([Span(0, 4, 1, True)], host=1.0, waited=0.0, arrived=1.0)
+    drafting.nodes([one], lambda _: NODES)
+    assert one.guess is None
+    drafting.landed([Span(0, 5, 1, True)], host=1.0, waited=0.5, arrived=3.0)
+    drafting.nodes([one], lambda _: NODES)
+    assert one.guess is not None
+
+
 def test_nobody_gets_more_than_it_can_have() -> None:
     texts = [Text(1.0, 1.0)] * 5
     drafting = Simulated(measured(0.0, 0.0), texts, random.Random(0))

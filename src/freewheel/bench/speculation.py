@@ -1,9 +1,11 @@
 """``freewheel bench speculation``: what drafts bring, beside the same engine without them.
 
-Four workloads. *edit* and *extract* are copy-heavy: the model is asked for code with a name changed, and for a text
+Five workloads. *edit* and *extract* are copy-heavy: the model is asked for code with a name changed, and for a text
 again. Both come from Python's own library, and as many tokens are generated as they have. *chat* answers questions at
-temperature 0.8. *random* is the adversary: draws from a few tokens that are all about as likely, so that drafts are
-found at every step and are nearly always wrong.
+temperature 0.8. *random* and *noise* are adversaries: draws
+from a few tokens that are all about as likely, so that drafts are found often and are nearly always wrong. The tokens
+are the same at each step, or those that the model likes best there: to allow certain tokens only is an edit of the
+logits, with which devices do not draft.
 
 Both engines share the model and take turns, the first one changing with each repetition. The rate counts tokens from
 the moment when every prompt has its first, so the prompts' own time is left out.
@@ -100,8 +102,11 @@ def workload(name: str, model: "LoadedModel", batch: int, longest: int) -> "list
             import numpy as np
 
             prompt = np.random.default_rng(number).integers(1000, 1000 + FEW, 128).tolist()
-            few = list(range(1000, 1000 + FEW))
-            params.append(replace(plain, temperature=100.0, allowed_token_ids=few, ignore_eos=True))
+            hot = replace(plain, temperature=100.0, ignore_eos=True)
+            if name == "random":
+                params.append(replace(hot, allowed_token_ids=list(range(1000, 1000 + FEW))))
+            else:
+                params.append(replace(hot, top_k=FEW // 4))
         prompts.append(prompt)
     pairs = enumerate(zip(prompts, params))
     return [make_request(tokenizer, str(number), prompt, asked)[0] for number, (prompt, asked) in pairs]
@@ -208,7 +213,7 @@ def steps_of(seconds: Mapping[tuple[int, int], float], batch: int) -> str:
     return f"plain {times[0] * 1e3:.3f} ms, with drafts {drafts}" if times else ""
 
 
-WORKLOADS = ("edit", "extract", "chat", "random")
+WORKLOADS = ("edit", "extract", "chat", "random", "noise")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

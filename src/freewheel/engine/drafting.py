@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Run
 from functools import lru_cache
 from math import log2
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ LATEST = 0.05  # what the latest step counts in an average of steps
 GUESS = 0.25  # what the guess counts, beside the variance of the rows
 FINENESS = 4  # costs of a row that are told apart, to the double
 WORTH = 1.02  # what drafts have to bring, relative to steps without
-REVIEWED = 16  # sequences that are looked at again, on average, in a step
+REVIEWED = 8  # sequences that are looked at again, on average, in a step
 GUESSED = 8  # tokens that the host guesses
 WAIT = 20e-6  # seconds: who waits for less finds the results there
 
@@ -125,6 +126,12 @@ class Drafting:
         sequence.budget.observe(depth, accepted)
 
 
+@lru_cache
+def _guessed_seconds(rows: int) -> float:
+    known, milliseconds = (1, 8, 32, 128), (0.502, 0.846, 1.054, 1.971)
+    return float(np.interp(rows, known, milliseconds)) * max(rows / known[-1], 1) / 1e3
+
+
 class StepTimes:
     """What captured steps take: as measured when they were prepared, then as steps of late took.
 
@@ -139,8 +146,6 @@ class StepTimes:
         nodes: most of a draft.
         most_rows: of a step.
     """
-
-    ROWS, MILLISECONDS = (1, 8, 32, 128), (0.502, 0.846, 1.054, 1.971)
 
     def __init__(self, measured: Mapping[tuple[int, int], float], nodes: int, most_rows: int) -> None:
         self._measured, self._nodes, self._most_rows = measured, nodes, most_rows
@@ -183,9 +188,7 @@ class StepTimes:
         return self._idle(key) * self._device.get(plain, self._idle(plain)) / self._idle(plain)
 
     def _idle(self, key: tuple[int, int]) -> float:
-        rows = key[1] or key[0]
-        guess = float(np.interp(rows, self.ROWS, self.MILLISECONDS)) * max(rows / self.ROWS[-1], 1) / 1e3
-        return self._measured.get(key, guess)
+        return self._measured[key] if key in self._measured else _guessed_seconds(key[1] or key[0])
 
 
 class Guess(NamedTuple):
@@ -203,7 +206,7 @@ class DeviceDrafting:
     is found costs the same, and counts as one that was rejected.
 
     Where a sequence drafts nothing, the host guesses what follows, and sees how often it was right: that takes no time
-    of the device, and little of the host, as sequences take turns at it.
+    of the device. Sequences take turns at it, in steps for which the host would have to wait for longer than it takes.
 
     Args:
         times: of steps.
@@ -221,6 +224,8 @@ class DeviceDrafting:
         self._changed = True  # something was learned since
         self._turn = 0  # of the sequence to guess for
         self._arrived = 0.0
+        self._spare = 1.0  # seconds that the host waited for the latest step
+        self._guessing = 0.0  # seconds within which guesses are made, by and large
         self.metrics = SpeculationMetrics()
 
     def nodes(self, sequences: list[Sequence], most: Callable[[Sequence], int]) -> list[int]:
@@ -236,9 +241,12 @@ class DeviceDrafting:
             self._plan = self._best(sequences, [most(sequence) for sequence in sequences])
             self._good_for, self._changed = 1 + len(keys) // REVIEWED, False
         self._good_for -= 1
-        self._turn = (self._turn + 1) % len(keys)
-        if not self._plan[self._turn] and most(sequences[self._turn]):
-            self._guess(sequences[self._turn])
+        if self._spare > self._guessing:
+            self._turn = (self._turn + 1) % len(keys)
+            if not self._plan[self._turn] and most(sequences[self._turn]):
+                began = perf_counter()
+                self._guess(sequences[self._turn])
+                self._guessing += LATEST * (2 * (perf_counter() - began) - self._guessing)
         return [nodes and min(nodes, most(sequence)) for nodes, sequence in zip(self._plan, sequences)]
 
     def observe(self, sequence: Sequence, depth: int, accepted: int) -> None:
@@ -256,7 +264,7 @@ class DeviceDrafting:
             waited: for its results; next to nothing: they were there before, who knows since when.
             arrived: when they were there, by ``perf_counter``.
         """
-        known = waited > WAIT
+        known, self._spare = waited > WAIT, waited
         if len(spans) <= BUCKETS[-1] and all(span.rows == 1 and span.sample and not span.scored for span in spans):
             device = arrived - self._arrived if known and self._arrived else None
             nodes, drafts = sum(span.nodes for span in spans), any(span.nodes or span.follows for span in spans)

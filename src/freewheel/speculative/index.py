@@ -209,8 +209,12 @@ class NgramIndex:
                 continue
             keys = np.sort(buckets << 32 | positions)
             buckets, positions = keys >> 32, keys & 0xFFFFFFFF
-            first = np.append(True, buckets[1:] != buckets[:-1])
+            # Whether one's bucket is another than that of the one before; beyond both ends it is.
+            borders = np.ones(len(keys) + 1, bool)
+            np.not_equal(buckets[1:], buckets[:-1], out=borders[1:-1])
+            first, last = borders[:-1], borders[1:]
             heads, previous = self.heads[level], self.previous[level]
-            previous[positions] = np.where(first, heads[buckets], np.append(-1, positions[:-1]))
-            last = np.append(first[1:], True)
+            before = heads[buckets]
+            np.copyto(before[1:], positions[:-1], where=~first[1:], casting="same_kind")
+            previous[positions] = before
             heads[buckets[last]] = positions[last]
