@@ -116,34 +116,55 @@ def test_one_who_gains_is_no_reason_to_slow_down_all() -> None:
     assert decode([Text(1.0, 0.9), *[Text(1.0, 0.0)] * 31], 512, measured(1.0, 0.01)) >= 0.98
 
 
-def test_nobody_drafts_before_a_guess_was_right() -> None:
-    drafting = DeviceDrafting(StepTimes(measured(0.0, 0.0), NODES, 512), NODES)
-    one = sequence(0, [5, 6, 7, 5, 6])
+def test_a_trial_comes_first_then_what_it_taught() -> None:
+    drafting = DeviceDrafting(StepTimes(measured(0.3, 0.01), NODES, 512), NODES)
+    one = sequence(0)
+    assert drafting.nodes([one], lambda _: NODES) == [7], "what costs hardly more than a single one"
     assert drafting.nodes([one], lambda _: NODES) == [0]
-    assert one.guess == (5, (7, 5, 6, 7, 5, 6, 7, 5))
-    assert drafting.nodes([one], lambda _: NODES) == [0]  # nothing came meanwhile
-    one.tokens.append(7)
-    assert drafting.nodes([one], lambda _: NODES) == [0]
-    assert drafting.nodes([one], lambda _: NODES)[0] > 8
+    drafting.observe(one, 3, 3)
+    assert drafting.nodes([one], lambda _: NODES)[0] > 3
     assert drafting.nodes([one], lambda _: 0) == [0], "it can have none"
+    for _ in range(9):
+        drafting.observe(one, 7, 0)
+        drafting.nodes([one], lambda _: NODES)
+    paused = [drafting.nodes([one], lambda _: NODES)[0] for _ in range(300)]
+    assert not any(paused[:20])
+    assert sum(map(bool, paused)) in (1, 2, 3)
+
+
+def test_a_new_sequence_does_not_wait_for_the_end_of_a_long_pause() -> None:
+    drafting = DeviceDrafting(StepTimes(measured(0.3, 0.01), NODES, 512), NODES)
+    sequences = [sequence(key) for key in range(8)]
+    for _ in range(2000):
+        for one, count in zip(sequences, drafting.nodes(sequences, lambda _: NODES)):
+            if count:
+                drafting.observe(one, count, 0)
+    steps = [drafting.nodes([*sequences, sequence(8)], lambda _: NODES)[8] > 0 for _ in range(60)]
+    assert any(steps)
+
+
+def test_nothing_is_tried_that_could_never_pay() -> None:
+    drafting = DeviceDrafting(StepTimes(measured(100.0, 1.0), NODES, 512), NODES)
+    assert not any(drafting.nodes([sequence(0)], lambda _: NODES)[0] for _ in range(2000))
 
 
 @pytest.mark.parametrize(
     ("came", "first", "later"),
     [
         ([], 1 / 2, 1 / 2),
-        ([9], 0.20, 1 / 2),  # and for 9 nothing is found, which counts as well
-        ([7, 5], 0.71, 0.67),
+        ([9], 0.20, 0.20),  # and for 9 nothing is found, which counts as well
+        ([7, 5], 0.71, 0.81),
         ([7, 5, 6, 9], 0.49, 0.60),
-        ([7, 5, 6, 7, 5, 6, 7, 5, 9], 0.49, 0.90),
+        ([7, 5, 6, 7, 5, 6, 7, 5, 9], 0.49, 0.89),
     ],
 )
 def test_guesses_tell_how_good_drafts_would_be(came: list[int], first: float, later: float) -> None:
     drafting = DeviceDrafting(StepTimes(measured(9.0, 9.0), NODES, 512), NODES)
     one = sequence(0, [5, 6, 7, 5, 6])
-    drafting.nodes([one], lambda _: NODES)
+    drafting._guess(one)
+    assert one.guess == (5, (7, 5, 6, 7, 5, 6, 7, 5))
     one.tokens += came
-    drafting.nodes([one], lambda _: NODES)
+    drafting._guess(one)
     if not came:
         assert one.acceptance is None
         return
@@ -152,21 +173,38 @@ def test_guesses_tell_how_good_drafts_would_be(came: list[int], first: float, la
     assert (one.acceptance.first, one.acceptance.later) == pytest.approx((first, later), abs=0.01)
 
 
-def test_sequences_take_turns() -> None:
+def test_few_sequences_take_turns_at_guesses() -> None:
     drafting = DeviceDrafting(StepTimes(measured(9.0, 9.0), NODES, 512), NODES)
     sequences = [sequence(key, [5, 6, 7, 5, 6]) for key in range(4)]
     guessed = []
-    for _ in range(5):
+    for _ in range(6):
         drafting.nodes(sequences, lambda one: one.key != 2)
         guessed.append([one.key for one in sequences if one.guess])
-    assert guessed == [[1], [1], [1, 3], [0, 1, 3], [0, 1, 3]]
+    assert guessed[0] == []  # a trial
+    assert guessed[-1] == [0, 1, 3]
+    many = [sequence(key, [5, 6, 7, 5, 6]) for key in range(9)]
+    for _ in range(20):
+        drafting.nodes(many, lambda _: NODES)
+    assert not any(one.guess for one in many)
+
+
+def test_a_long_text_is_indexed_bit_by_bit_before_a_guess() -> None:
+    drafting = DeviceDrafting(StepTimes(measured(9.0, 9.0), NODES, 512), NODES)
+    one = sequence(0, [5, 6, 7] * 200)
+    indexed = []
+    while one.guess is None:
+        drafting._guess(one)
+        assert one.ngrams is not None
+        indexed.append(len(one.ngrams))
+    assert indexed == [256, 512, 600]
 
 
 def test_a_host_that_has_no_time_does_not_guess() -> None:
     drafting = DeviceDrafting(StepTimes(measured(9.0, 9.0), NODES, 512), NODES)
     one = sequence(0, [5, 6, 7, 5, 6])
     drafting.landed([Span(0, 4, 1, True)], host=1.0, waited=0.0, arrived=1.0)
-    drafting.nodes([one], lambda _: NODES)
+    for _ in range(5):
+        drafting.nodes([one], lambda _: NODES)
     assert one.guess is None
     drafting.landed([Span(0, 5, 1, True)], host=1.0, waited=0.5, arrived=3.0)
     drafting.nodes([one], lambda _: NODES)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Run
 from functools import lru_cache
 from math import log2
-from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -14,13 +13,18 @@ from freewheel.engine.buckets import BUCKETS, bucket_for, draft_rows, draft_step
 from freewheel.engine.runner import Span
 from freewheel.request import Sequence
 from freewheel.speculative import Acceptance, Budget, DraftTree, NgramIndex, SpeculationMetrics, draft
+from freewheel.speculative.budget import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE
 
 LATEST = 0.05  # what the latest step counts in an average of steps
 GUESS = 0.25  # what the guess counts, beside the variance of the rows
 FINENESS = 4  # costs of a row that are told apart, to the double
 WORTH = 1.02  # what drafts have to bring, relative to steps without
 REVIEWED = 8  # sequences that are looked at again, on average, in a step
-GUESSED = 8  # tokens that the host guesses
+UNKNOWN = (0.05, 0.5)  # acceptance of one who has not drafted, beside others who do
+TRIAL = 1.05  # what a trial may take, relative to the quickest step with drafts
+GUESSED, GUESSED_FOR = 8, 4  # tokens that the host guesses, and the most sequences for which it does
+INDEXED = 256  # tokens that the host indexes in a step
+GUESSING = 100e-6  # seconds: who waits for less has no time for that
 WAIT = 20e-6  # seconds: who waits for less finds the results there
 
 
@@ -205,8 +209,9 @@ class DeviceDrafting:
     get as many rows as bring most tokens per time, each of them those with the best chances. A draft for which nothing
     is found costs the same, and counts as one that was rejected.
 
-    Where a sequence drafts nothing, the host guesses what follows, and sees how often it was right: that takes no time
-    of the device. Sequences take turns at it, in steps for which the host would have to wait for longer than it takes.
+    Where no draft pays, there is a pause, then a trial, for which all together get few rows. Pauses grow as those of
+    :class:`freewheel.speculative.Budget`. And where few sequences decode, for which a trial costs most, the host
+    guesses meanwhile what follows, and sees how often it was right.
 
     Args:
         times: of steps.
@@ -219,13 +224,13 @@ class DeviceDrafting:
     def __init__(self, times: StepTimes, nodes: int) -> None:
         self._times, self._most_nodes = times, nodes
         self._keys: list[int] = []  # of the sequences that the plan is for
-        self._plan: list[int] = []  # nodes of each
+        self._plan: list[int] = []  # nodes of each; all 0: a pause
         self._good_for = 0  # steps
         self._changed = True  # something was learned since
-        self._turn = 0  # of the sequence to guess for
+        self._wait = self._pause = 0  # until the next trial
+        self._turn = 0  # of a sequence to try, or to guess for
         self._arrived = 0.0
         self._spare = 1.0  # seconds that the host waited for the latest step
-        self._guessing = 0.0  # seconds within which guesses are made, by and large
         self.metrics = SpeculationMetrics()
 
     def nodes(self, sequences: list[Sequence], most: Callable[[Sequence], int]) -> list[int]:
@@ -237,23 +242,36 @@ class DeviceDrafting:
         """
         keys = [sequence.key for sequence in sequences]
         if keys != self._keys or (self._changed and self._good_for <= 0):
-            self._keys = keys
+            drafted, self._keys = any(self._plan), keys
             self._plan = self._best(sequences, [most(sequence) for sequence in sequences])
             self._good_for, self._changed = 1 + len(keys) // REVIEWED, False
+            if not any(sequence.acceptance for sequence in sequences):
+                self._wait = self._pause = 0
+            elif not any(self._plan):
+                shortest = self._trial(len(keys))[1]
+                if drafted:
+                    self._wait = self._pause = shortest
+                elif not all(sequence.acceptance for sequence in sequences):  # do not let new ones wait for long
+                    self._wait, self._pause = min(self._wait, shortest), min(self._pause, shortest)
         self._good_for -= 1
-        if self._spare > self._guessing:
-            self._turn = (self._turn + 1) % len(keys)
-            if not self._plan[self._turn] and most(sequences[self._turn]):
-                began = perf_counter()
-                self._guess(sequences[self._turn])
-                self._guessing += LATEST * (2 * (perf_counter() - began) - self._guessing)
-        return [nodes and min(nodes, most(sequence)) for nodes, sequence in zip(self._plan, sequences)]
+        if any(self._plan):
+            return [nodes and min(nodes, most(sequence)) for nodes, sequence in zip(self._plan, sequences)]
+        if self._wait:
+            self._wait -= 1
+            if len(keys) <= GUESSED_FOR and self._spare > GUESSING:
+                self._turn = (self._turn + 1) % len(keys)
+                if most(sequences[self._turn]):
+                    self._guess(sequences[self._turn])
+            return self._plan
+        return self._try(sequences, most)
 
     def observe(self, sequence: Sequence, depth: int, accepted: int) -> None:
         """Note what became of a draft; of none that was found if its depth is 0."""
         sequence.acceptance = sequence.acceptance or Acceptance()
         sequence.acceptance.observe(max(depth, 1), accepted)
         self._changed = True
+        if accepted:
+            self._pause = 0
 
     def landed(self, spans: list[Span], *, host: float, waited: float, arrived: float) -> None:
         """Note what a step took, in seconds.
@@ -273,7 +291,7 @@ class DeviceDrafting:
 
     def _best(self, sequences: list[Sequence], most: list[int]) -> list[int]:
         """The nodes of each sequence that bring most tokens per time."""
-        chances = [(one.acceptance.first, one.acceptance.later) if one.acceptance else (0, 0) for one in sequences]
+        chances = [(one.acceptance.first, one.acceptance.later) if one.acceptance else UNKNOWN for one in sequences]
         first, later = np.array(chances, dtype=float).T[:, :, None]
         node = np.arange(self._most_nodes)
         gains = np.where(node < np.array(most)[:, None], first * later**node, 0.0).ravel()
@@ -287,6 +305,29 @@ class DeviceDrafting:
                 best, taken = tokens[spare] / seconds, spare
         return np.bincount(order[:taken] // self._most_nodes, minlength=len(sequences)).tolist()
 
+    def _try(self, sequences: list[Sequence], most: Callable[[Sequence], int]) -> list[int]:
+        """Some nodes for each sequence, or one for each of some, who take turns; then a pause."""
+        count = len(sequences)
+        spare, shortest = self._trial(count)
+        self._wait = self._pause = min(max(2 * self._pause, shortest), max(LONGEST_PAUSE, shortest))
+        each, tried, nodes = max(spare // count, 1), min(spare, count), [0] * count
+        for turn in range(self._turn, self._turn + tried):
+            nodes[turn % count] = min(each, most(sequences[turn % count]))
+        self._turn = (self._turn + tried) % count
+        return nodes
+
+    def _trial(self, count: int) -> tuple[int, int]:
+        """Rows to spare in a trial of so many sequences, 0 if no draft could ever pay; and the shortest pause after it.
+
+        It costs the step itself, and the one that follows before the outcome is known.
+        """
+        (_, plain), (_, follow), *drafting = self._times.of(count)
+        cheapest = min(seconds for _, seconds in drafting)
+        rows, seconds = max(step for step in drafting if step[1] <= TRIAL * cheapest)
+        pays = any(rows / seconds > count / plain for rows, seconds in drafting)
+        pause = max(FIRST_PAUSE, round(((seconds + follow) / plain - 2) / TRIAL_SHARE))
+        return (rows - count if pays else 0), pause
+
     def _guess(self, sequence: Sequence) -> None:
         """Compare the sequence's guess with what came, if anything did, and make another one."""
         if sequence.guess is not None:
@@ -298,8 +339,12 @@ class DeviceDrafting:
             self.observe(sequence, len(tokens) if right < len(came) else right, right)
         if sequence.ngrams is None:
             sequence.ngrams = NgramIndex(sequence.max_length)
-        sequence.ngrams.extend(sequence.tokens[len(sequence.ngrams) :])
+        sequence.guess, known = None, len(sequence.ngrams)
+        sequence.ngrams.extend(sequence.tokens[known : known + INDEXED])
+        if len(sequence.ngrams) < len(sequence.tokens):
+            return
         found = draft(sequence.ngrams, width=1, depth=GUESSED, nodes=GUESSED)
         if found is None:
             self.observe(sequence, 0, 0)
-        sequence.guess = found and Guess(len(sequence.tokens), found.tokens)
+            return
+        sequence.guess = Guess(len(sequence.tokens), found.tokens)

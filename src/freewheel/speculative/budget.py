@@ -56,8 +56,8 @@ class Acceptance:
     """
 
     def __init__(self) -> None:
-        """Start as if every second token were accepted, with little weight for the first of a draft."""
-        self._accepted, self._tried = [0.75, 1.0], [1.5, 2.0]
+        """Start as if every second first token were accepted, and any other as likely as the first."""
+        self._accepted, self._tried = [0.75, 0.0], [1.5, 0.0]
 
     @property
     def first(self) -> float:
@@ -67,7 +67,7 @@ class Acceptance:
     @property
     def later(self) -> float:
         """That of any other, if those before it are."""
-        return self._accepted[1] / self._tried[1]
+        return (self._accepted[1] + 2 * self.first) / (self._tried[1] + 2)
 
     def observe(self, depth: int, accepted: int) -> None:
         """Note what became of a draft.
