@@ -90,7 +90,7 @@ def workload(name: str, model: "LoadedModel", batch: int, longest: int) -> "list
     for number in range(batch):
         plain = SamplingParams(temperature=0.0, max_tokens=longest, seed=number)
         if name in ("edit", "extract"):
-            prompt, again = _edit(number % len(CODE)) if name == "edit" else _extract(number % len(TEXTS))
+            prompt, again = edit_prompt(number % len(CODE)) if name == "edit" else extract_prompt(number % len(TEXTS))
             params.append(replace(plain, max_tokens=min(longest, len(tokenizer.encode(again))), ignore_eos=True))
         elif name == "chat":
             prompt = QUESTIONS[number % len(QUESTIONS)]
@@ -112,7 +112,7 @@ def workload(name: str, model: "LoadedModel", batch: int, longest: int) -> "list
     return [make_request(tokenizer, str(number), prompt, asked)[0] for number, (prompt, asked) in pairs]
 
 
-def _edit(number: int) -> tuple[str, str]:
+def edit_prompt(number: int) -> tuple[str, str]:
     """A prompt, and the code that it asks for again, by and large."""
     module, path, old, new = CODE[number]
     value: Any = __import__(module)
@@ -124,7 +124,7 @@ def _edit(number: int) -> tuple[str, str]:
     return asked, code.replace(old, new)
 
 
-def _extract(number: int) -> tuple[str, str]:
+def extract_prompt(number: int) -> tuple[str, str]:
     text = inspect.cleandoc(__import__(TEXTS[number]).__doc__ or "")[:1200].strip()
     return f"The text:\n\n{text}\n\nThe end of the text. Here is the text again, word for word:\n\n", text
 

@@ -13,13 +13,14 @@ from freewheel.engine.buckets import BUCKETS, bucket_for, draft_rows, draft_step
 from freewheel.engine.runner import Span
 from freewheel.request import Sequence
 from freewheel.speculative import Acceptance, Budget, DraftTree, NgramIndex, SpeculationMetrics, draft
-from freewheel.speculative.budget import FIRST_PAUSE, LONGEST_PAUSE, TRIAL_SHARE
 
 LATEST = 0.05  # what the latest step counts in an average of steps
 GUESS = 0.25  # what the guess counts, beside the variance of the rows
 FINENESS = 4  # costs of a row that are told apart, to the double
 WORTH = 1.02  # what drafts have to bring, relative to steps without
 REVIEWED = 8  # sequences that are looked at again, on average, in a step
+FIRST_PAUSE, LONGEST_PAUSE = 8, 1024  # in steps
+TRIAL_SHARE = 0.01  # of the time until the next trial that a trial may cost
 UNKNOWN = (0.05, 0.5)  # acceptance of one who has not drafted, beside others who do
 TRIAL = 1.05  # what a trial may take, relative to the quickest step with drafts
 GUESSED, GUESSED_FOR = 8, 4  # tokens that the host guesses, and the most sequences for which it does
@@ -71,6 +72,29 @@ def _times(cost: int, nodes: int) -> list[float]:
     return [1 + node * 2 ** (cost / FINENESS) for node in range(nodes + 1)]
 
 
+class Guess(NamedTuple):
+    """What is thought to follow the first ``length`` tokens of a sequence: a draft without rows, to see if it pays."""
+
+    length: int
+    tokens: tuple[int, ...]
+
+
+def judged(sequence: Sequence) -> tuple[int, int] | None:
+    """The depth of the sequence's guess, as far as it can be judged, and how much of it was right.
+
+    None if there is no guess, or nothing came since. A guess is judged once.
+    """
+    if sequence.guess is None:
+        return None
+    length, tokens = sequence.guess
+    came = sequence.tokens[length : length + len(tokens)]
+    if not came:
+        return None
+    sequence.guess = None
+    right = next((i for i, pair in enumerate(zip(tokens, came)) if pair[0] != pair[1]), len(came))
+    return len(tokens) if right < len(came) else right, right
+
+
 class Drafting:
     """Drafts for the sequences of an engine.
 
@@ -100,29 +124,34 @@ class Drafting:
             sequence.budget = self.budget()
         if sequence.budget.times is not self._prices:
             sequence.budget.price(self._prices)
+        if outcome := judged(sequence):
+            sequence.budget.observe(*outcome)
         return min(sequence.budget.nodes(), most)
 
     def draft(self, sequence: Sequence, most: int) -> DraftTree | None:
         """What may follow a sequence's last token; None if it does not pay or nothing is found.
 
+        Where it does not pay it is a guess, which takes next to no time, and may turn out to have been right.
+
         Args:
             most: nodes, at least 1.
         """
         depth = min(self._depth, sequence.max_length - len(sequence.tokens) - 1)
-        nodes = self.nodes(sequence, most) if depth > 0 else 0
-        if not nodes:
+        if depth < 1:
             return None
+        nodes = self.nodes(sequence, most)
         if sequence.ngrams is None:
             sequence.ngrams = NgramIndex(sequence.max_length)
         sequence.ngrams.extend(sequence.tokens[len(sequence.ngrams) :])
-        found = draft(sequence.ngrams, width=self._width, depth=depth, nodes=nodes, corpus=self._corpus)
-        if found is None and sequence.budget is not None:
-            sequence.budget.observe(0, 0)
-        return found
+        found = draft(sequence.ngrams, width=self._width, depth=depth, nodes=nodes or 1, corpus=self._corpus)
+        if nodes or found is None:
+            return found
+        sequence.guess = Guess(len(sequence.tokens), found.tokens)
+        return None
 
     def budget(self) -> Budget:
-        """That of a new sequence."""
-        return Budget(dict(enumerate(self._prices, 1)))
+        """That of a new sequence, which has to be guessed right before it drafts."""
+        return Budget(dict(enumerate(self._prices, 1)), prior=0.0)
 
     def observe(self, sequence: Sequence, depth: int, accepted: int) -> None:
         """Note what became of a draft."""
@@ -195,13 +224,6 @@ class StepTimes:
         return self._measured[key] if key in self._measured else _guessed_seconds(key[1] or key[0])
 
 
-class Guess(NamedTuple):
-    """What the host thinks that will follow the first ``length`` tokens of a sequence, to see whether drafts pay."""
-
-    length: int
-    tokens: tuple[int, ...]
-
-
 class DeviceDrafting:
     """Drafts on the device: how far it may go, before anyone knows whether it will find something.
 
@@ -209,9 +231,9 @@ class DeviceDrafting:
     get as many rows as bring most tokens per time, each of them those with the best chances. A draft for which nothing
     is found costs the same, and counts as one that was rejected.
 
-    Where no draft pays, there is a pause, then a trial, for which all together get few rows. Pauses grow as those of
-    :class:`freewheel.speculative.Budget`. And where few sequences decode, for which a trial costs most, the host
-    guesses meanwhile what follows, and sees how often it was right.
+    Where no draft pays, there is a pause, then a trial, for which all together get few rows. A pause is long
+    enough for the trial not to cost more than ``TRIAL_SHARE`` of it, and doubles until something is accepted. Where few
+    sequences decode, for which a trial costs most, the host guesses meanwhile, as on a CPU.
 
     Args:
         times: of steps.
@@ -312,7 +334,10 @@ class DeviceDrafting:
         self._wait = self._pause = min(max(2 * self._pause, shortest), max(LONGEST_PAUSE, shortest))
         each, tried, nodes = max(spare // count, 1), min(spare, count), [0] * count
         for turn in range(self._turn, self._turn + tried):
-            nodes[turn % count] = min(each, most(sequences[turn % count]))
+            sequence = sequences[turn % count]
+            nodes[turn % count] = min(each, most(sequence))
+            if sequence.acceptance:
+                sequence.acceptance.be_open()
         self._turn = (self._turn + tried) % count
         return nodes
 
@@ -329,17 +354,14 @@ class DeviceDrafting:
         return (rows - count if pays else 0), pause
 
     def _guess(self, sequence: Sequence) -> None:
-        """Compare the sequence's guess with what came, if anything did, and make another one."""
+        """Judge the sequence's guess, if anything came since, and make another one."""
+        if outcome := judged(sequence):
+            self.observe(sequence, *outcome)
         if sequence.guess is not None:
-            length, tokens = sequence.guess
-            came = sequence.tokens[length : length + len(tokens)]
-            if not came:
-                return
-            right = next((i for i, pair in enumerate(zip(tokens, came)) if pair[0] != pair[1]), len(came))
-            self.observe(sequence, len(tokens) if right < len(came) else right, right)
+            return
         if sequence.ngrams is None:
             sequence.ngrams = NgramIndex(sequence.max_length)
-        sequence.guess, known = None, len(sequence.ngrams)
+        known = len(sequence.ngrams)
         sequence.ngrams.extend(sequence.tokens[known : known + INDEXED])
         if len(sequence.ngrams) < len(sequence.tokens):
             return

@@ -1,16 +1,13 @@
 """How many draft rows a request should get.
 
 Rows cost time, and a draft that is rejected brings nothing. What a request's drafts have brought so far decides how
-long the next ones are, or that there are none for a while.
+long the next ones are, or that there are none.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 DECAY = 0.93  # of what earlier drafts count, with each further one
-FIRST_PAUSE, LONGEST_PAUSE = 8, 1024  # in steps
-TRIAL_SHARE = 0.01  # of the time until the next trial that a trial may cost
-PATIENCE = 4  # steps that a trial's outcome may be late
 
 
 def step_times(table: Mapping[int, float]) -> list[float]:
@@ -55,9 +52,9 @@ class Acceptance:
     Whether a draft is any good shows in its first token, and is another matter than how long a good one is.
     """
 
-    def __init__(self) -> None:
-        """Start as if every second first token were accepted, and any other as likely as the first."""
-        self._accepted, self._tried = [0.75, 0.0], [1.5, 0.0]
+    def __init__(self, prior: float = 0.5) -> None:
+        """Start as if the ``prior`` were the probability for any token, with little weight."""
+        self._accepted, self._tried = [1.5 * prior, 0.0], [1.5, 0.0]
 
     @property
     def first(self) -> float:
@@ -99,58 +96,27 @@ class Budget:
 
     Nodes count as one chain. Further branches show in the acceptance, which is counted by depth.
 
-    Where no draft pays, there is a pause, then a draft of one node as a trial. The pause doubles until one is accepted,
-    and starts long enough for the trial not to cost more than ``TRIAL_SHARE`` of it.
+    Where no draft pays, a draft may be made nevertheless, without a row: what comes then tells whether it was right.
     """
 
-    def __init__(self, table: Mapping[int, float]) -> None:
-        """Begin with a table as for :func:`step_times`."""
-        self.acceptance = Acceptance()
-        self._wait = self._pending = self._pause = 0
+    def __init__(self, table: Mapping[int, float], prior: float = 0.5) -> None:
+        """Begin with a table as for :func:`step_times`, and the ``prior`` of :class:`Acceptance`."""
+        self.acceptance = Acceptance(prior)
         self.price(step_times(table))
 
     def price(self, times: Sequence[float]) -> None:
-        """Go by other times from now on, such as :func:`step_times` gives: what else is in a step has changed.
-
-        A pause that has begun goes on.
-        """
+        """Go by other times from now on, such as :func:`step_times` gives: what else is in a step has changed."""
         self.times = times
-        self._trial = int(best_nodes(1.0, 1.0, times) > 0)  # 0: would not pay even if all were accepted
-        lost = times[1] - 1.0 if self._trial else 0.0
-        self._first_pause = max(FIRST_PAUSE, round(lost / TRIAL_SHARE))
-        self._pause = max(self._pause, self._first_pause)
         self._best = self._choose()
 
     def nodes(self) -> int:
-        """Most nodes of the draft of the next step. Called once for each step."""
-        if self._wait:
-            self._wait -= 1
-            return 0
-        if self._best:
-            return self._best
-        if self._pending:  # one trial at a time
-            self._pending -= 1
-            return 0
-        self._pending = PATIENCE
-        return self._trial
+        """Most nodes of the draft of the next step."""
+        return self._best
 
     def observe(self, depth: int, accepted: int) -> None:
-        """Note what became of a draft, up to ``PATIENCE`` steps late; as :meth:`Acceptance.observe`.
-
-        Args:
-            depth: of the draft; 0 if nothing was found to draft, which is not held against the next one.
-            accepted: tokens of it that were accepted.
-        """
-        self._pending = 0
-        if not depth and not accepted:
-            return
+        """Note what became of a draft; as :meth:`Acceptance.observe`."""
         self.acceptance.observe(depth, accepted)
         self._best = self._choose()
-        if accepted:
-            self._pause = self._first_pause
-        if not self._best and not self._wait:
-            self._wait, self._pause = self._pause, min(2 * self._pause, max(LONGEST_PAUSE, self._first_pause))
-            self.acceptance.be_open()  # one trial can then turn the balance
 
     def _choose(self) -> int:
         return best_nodes(self.acceptance.first, self.acceptance.later, self.times)
