@@ -32,7 +32,7 @@ def random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
         return values if rng.random() < share else {}
 
     ids = rng.sample(range(vocab_size), 50)
-    fields: dict[str, Any] = {"temperature": rng.choice([0.0, 0.0, 0.5, 1.0]), "max_tokens": rng.randint(1, 40)}
+    fields: dict[str, Any] = {"temperature": rng.choice([0.0, 0.0, 0.5, 1.0]), "max_tokens": rng.randint(1, 60)}
     fields |= {"seed": rng.randrange(1000), "ignore_eos": rng.random() < 0.5}
     fields |= some(0.3, top_k=rng.choice([1, 5, 40])) | some(0.3, top_p=rng.choice([0.3, 0.9]))
     fields |= some(0.2, min_p=0.1) | some(0.2, repetition_penalty=1.2) | some(0.2, frequency_penalty=0.4)
@@ -51,7 +51,8 @@ def random_requests(model: LoadedModel, count: int, rng: random.Random) -> list[
         ids = model.tokenizer.encode(rng.choice(texts + QUESTIONS))
         prompt = ids[-rng.randint(1, 150) :] if rng.random() < 0.7 else ids[: rng.randint(1, 60)] * rng.randint(1, 2)
         params = random_params(rng, model.tokenizer.vocab_size)
-        requests.append(make_request(model.tokenizer, str(number), prompt, params)[0])
+        request = make_request(model.tokenizer, str(number), prompt, params)[0]
+        requests.append(replace(request, priority=rng.randint(0, 3)))  # who comes later may take others' slots
     return requests
 
 
@@ -91,7 +92,7 @@ def main() -> int:
     plain = EngineConfig(max_num_seqs=64, max_model_len=512, enable_prefix_caching=False)
     expected = run(model, requests, plain, None)
     page = 16 * kv_bytes_per_token(model.spec, model.decoder.dtype)
-    few = EngineConfig(max_num_seqs=24, max_model_len=512, kv_cache_memory=80 * page, speculation=True)
+    few = EngineConfig(max_num_seqs=24, max_model_len=512, kv_cache_memory=34 * page, speculation=True)
     different = 0
     for shape in ({"draft_width": 1}, {"draft_width": 3, "draft_depth": 6, "draft_nodes": 16}):
         got = run(model, requests, replace(few, **shape), random.Random(args.seed))

@@ -141,8 +141,10 @@ def build_parser() -> argparse.ArgumentParser:
     divergence = kinds.add_parser("divergence", help="what a cheaper number format costs in exactness")
     sampler = kinds.add_parser("sampler", help="from logits to tokens, beside torch's ways")
     speculation = kinds.add_parser("speculation", help="with drafts and without, where they help and where they can't")
+    index = kinds.add_parser("index", help="what drafting takes by itself, by the length of the context")
     from freewheel.bench import decode as bench_decode
     from freewheel.bench import divergence as bench_divergence
+    from freewheel.bench import index as bench_index
     from freewheel.bench import sampler as bench_sampler
     from freewheel.bench import speculation as bench_speculation
     from freewheel.bench import start as bench_start
@@ -153,6 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
         (divergence, bench_divergence),
         (sampler, bench_sampler),
         (speculation, bench_speculation),
+        (index, bench_index),
     )
     for command_parser, benchmark in benchmarks:
         benchmark.add_arguments(command_parser)
