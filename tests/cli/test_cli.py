@@ -394,3 +394,27 @@ def test_help_needs_no_torch() -> None:
     script = "import sys; from freewheel.cli import build_parser; build_parser(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_bench_speculation_counts_what_both_ways_bring(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.json"
+    options = ["--model", str(tiny_model), "--dtype", "float32", "--batch", "2", "--output", "12", "--repeats", "1"]
+    assert main(["bench", "speculation", *options, "--workloads", "random,noise", "--json", str(report)]) == 0
+    results = json.loads(report.read_text())["results"]
+    assert [(one["workload"], one["batch"], one["equal"]) for one in results] == [("random", 2, 1.0), ("noise", 2, 1.0)]
+    assert all(one["tokens"] == 22 and one["plain"] > 0 and one["occupancy"] is None for one in results)
+    assert "random" in capsys.readouterr().out
+
+
+def test_bench_index_goes_by_the_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    assert main(["bench", "index", "--lengths", "512,4096", "--json", str(report)]) == 0
+    results = json.loads(report.read_text())["results"]
+    assert [(one["device"], one["length"], one["bytes_per_token"]) for one in results] == [
+        ("cpu", 512, 28.0),
+        ("cpu", 4096, 28.0),
+    ]
+    capsys.readouterr()
+    assert "lengths: 5 is less than 400" in fails(capsys, ["bench", "index", "--lengths", "5"])

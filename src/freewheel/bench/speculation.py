@@ -101,10 +101,11 @@ def workload(name: str, model: "LoadedModel", batch: int, longest: int) -> "list
         else:
             import numpy as np
 
-            prompt = np.random.default_rng(number).integers(1000, 1000 + FEW, 128).tolist()
+            first = min(1000, tokenizer.vocab_size - FEW)
+            prompt = np.random.default_rng(number).integers(first, first + FEW, 128).tolist()
             hot = replace(plain, temperature=100.0, ignore_eos=True)
             if name == "random":
-                params.append(replace(hot, allowed_token_ids=list(range(1000, 1000 + FEW))))
+                params.append(replace(hot, allowed_token_ids=list(range(first, first + FEW))))
             else:
                 params.append(replace(hot, top_k=FEW // 4))
         prompts.append(prompt)
@@ -256,7 +257,8 @@ def run(args: argparse.Namespace) -> None:
     drafts = {name: value for name, value in drafts.items() if value is not None}
     model = load(args.model, dtype=args.dtype, device=args.device)
     # Prefix cache off: repetitions measure the same work.
-    config = EngineConfig(max_num_seqs=max(batches), max_model_len=2048, enable_prefix_caching=False, **drafts)
+    length = min(2048, model.spec.max_positions)
+    config = EngineConfig(max_num_seqs=max(batches), max_model_len=length, enable_prefix_caching=False, **drafts)
     engines = {flag: build_engine(model, replace(config, speculation=flag)) for flag in (False, True)}
     for engine in engines.values():
         for _, prepare in engine.preparations():
