@@ -4,9 +4,11 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from freewheel.engine.runner import Runner
@@ -19,6 +21,7 @@ from mock_model import Collected, collect, run
 from test_device_runner import DEVICE, make_engine
 
 from freewheel.engine.device_runner import DeviceRunner
+from freewheel.engine.draft_step import DraftStep
 from freewheel.engine.drafting import DeviceDrafting, StepTimes
 from freewheel.engine.engine import Engine
 from freewheel.ops import attention_gpu
@@ -194,3 +197,47 @@ def test_drafts_preempt_nobody(copying_model: Path) -> None:
     assert engine.speculation.accepted
     expected = run(make_engine(copying_model, "cpu", Runner), asked)
     assert all(one.tokens[:10] == expected[key].tokens[:10] for key, one in got.items())
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "nodes", "tile_rows", "counts"),
+    [
+        (4, 8, 5, 5, [5, 0, 0]),
+        (4, 8, 5, 2, [1, 1, 0, 0]),
+        (16, 32, 5, 4, [4, 4, 4, 4, 4, 3, 0, 0, 0]),
+        (128, 256, 32, 4, [32] * 5 + [31] + [0] * 59),
+        (1, 8, 7, 5, [7]),
+        (8, 64, 7, 2, [7] * 8),
+        (2, 4, 2, 3, []),
+    ],
+)
+def test_tiles_are_those_of_the_rows_and_no_more_than_there_is_room_for(
+    size: int, rows: int, nodes: int, tile_rows: int, counts: list[int]
+) -> None:
+    """In buckets that are hardly more than half full as well, whose idle sequences have a tile each."""
+    slots, device = size + 1, torch.device(DEVICE)
+    state: Any = SimpleNamespace(history=torch.zeros(slots, 200, dtype=torch.int64, device=device))
+    shared: Any = SimpleNamespace(
+        state=state,
+        pool=SimpleNamespace(device=device),
+        rows_per_tile=lambda _: tile_rows,
+        width=1,
+        depth=nodes,
+        lengths=torch.full((slots,), 10, device=device),
+        index=SimpleNamespace(extend=lambda *_: None, draft=lambda *_, **__: None),
+    )
+    step = DraftStep(shared, size, rows, nodes, 1)
+    room = len(step._laid.tiles)
+    guarded = torch.full((room + size, 4), -7, dtype=torch.int32, device=device)
+    step._laid = step._laid._replace(tiles=guarded)  # kernels get the pointer
+    step._tiles = room
+    step.put(list(range(len(counts))), counts)
+    step._trees.counts[: len(counts)] = torch.tensor(counts, dtype=torch.int32)
+    step.begin()
+    assert (guarded[room:] == -7).all()
+    expected, origin = [], 0
+    for slot, count in enumerate(counts):
+        for first in range(0, 1 + count, tile_rows):
+            expected.append([origin + first, min(tile_rows, 1 + count - first), slot, origin])
+        origin += 1 + count
+    assert [tile for tile in guarded[:room].tolist() if tile[1]] == expected

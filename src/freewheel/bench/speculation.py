@@ -154,7 +154,10 @@ def generate(
 
 
 def device_occupancy(engine: "Engine", device: str, requests: "Sequence[Request]") -> float | None:
-    """Of the steps that follow when each request has its first token; None where there are no graphs."""
+    """Of the steps that follow when each request has its first token; None where there are no graphs.
+
+    What lies inside steps is seen in a run of its own, prompts included.
+    """
     from freewheel.bench.steps import between_graphs, graph_events, profiled, summarise
     from freewheel.bench.systems import wait_for
 

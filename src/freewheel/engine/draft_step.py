@@ -76,7 +76,9 @@ class DraftStep:
         self._drafting = rows > sequences
         self._sequences, self._nodes = sequences, nodes if self._drafting else 1
         self._tile_rows = tile_rows = drafts.rows_per_tile(-(-rows // sequences))
-        tiles = sequences + min((rows - sequences) // tile_rows, sequences * (nodes // tile_rows))
+        # Each sequence has a tile, idle ones too; those that are not idle, more than half of them, have a row at least.
+        more = min((rows - 1 - sequences // 2) // tile_rows, sequences * (nodes // tile_rows))
+        self._tiles = tiles = sequences + more
 
         def room(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -124,7 +126,7 @@ class DraftStep:
         drafts.index.extend(slots)
         if self._drafting:
             drafts.index.draft(slots, self._columns.most_nodes, self._depths, self._trees, width=drafts.width)
-        total, tiles, history = len(self._laid.slots), len(self._laid.tiles), drafts.state.history
+        total, tiles, history = len(self._laid.slots), self._tiles, drafts.state.history
         launch(
             kernels.lay_out, (self._sequences,), 1,
             self._columns, drafts.lengths, self._trees, self._laid, history, history.shape[1], len(history) - 1, total,

@@ -21,7 +21,7 @@ WORTH = 1.02  # what drafts have to bring, relative to steps without
 REVIEWED = 8  # sequences that are looked at again, on average, in a step
 FIRST_PAUSE, LONGEST_PAUSE = 8, 1024  # in steps
 TRIAL_SHARE = 0.01  # of the time until the next trial that a trial may cost
-UNKNOWN = (0.05, 0.5)  # acceptance of one who has not drafted, beside others who do
+OPEN = 0.001  # acceptance that all are believed to have: enough for a row that nobody else needs
 TRIAL = 1.05  # what a trial may take, relative to the quickest step with drafts
 GUESSED, GUESSED_FOR = 8, 4  # tokens that the host guesses, and the most sequences for which it does
 INDEXED = 256  # tokens that the host indexes in a step
@@ -211,7 +211,7 @@ class StepTimes:
                 times[key] = known + LATEST * (min(max(seconds, known / 2), 2 * known) - known)
 
     def _seconds(self, key: tuple[int, int]) -> float:
-        return max(self._device_seconds(key), self._host.get(key, 0.0))
+        return max(self._device_seconds(key), self._host.get(key, self._host.get((key[0], 0), 0.0)))
 
     def _device_seconds(self, key: tuple[int, int]) -> float:
         """What it was seen to take; or what was measured, if plain steps take what was measured."""
@@ -245,11 +245,11 @@ class DeviceDrafting:
 
     def __init__(self, times: StepTimes, nodes: int) -> None:
         self._times, self._most_nodes = times, nodes
-        self._keys: list[int] = []  # of the sequences that the plan is for
-        self._plan: list[int] = []  # nodes of each; all 0: a pause
+        self._plan: dict[int, int] = {}  # nodes by a sequence's key; all 0: a pause
         self._good_for = 0  # steps
         self._changed = True  # something was learned since
-        self._wait = self._pause = 0  # until the next trial
+        self._wait = self._pause = 0  # steps until the next trial
+        self._since = LONGEST_PAUSE  # steps since the last draft
         self._turn = 0  # of a sequence to try, or to guess for
         self._arrived = 0.0
         self._spare = 1.0  # seconds that the host waited for the latest step
@@ -262,34 +262,27 @@ class DeviceDrafting:
             sequences: at most ``BUCKETS[-1]``.
             most: nodes that a sequence can have.
         """
-        keys = [sequence.key for sequence in sequences]
-        if keys != self._keys or (self._changed and self._good_for <= 0):
-            drafted, self._keys = any(self._plan), keys
-            self._plan = self._best(sequences, [most(sequence) for sequence in sequences])
-            self._good_for, self._changed = 1 + len(keys) // REVIEWED, False
-            if not any(sequence.acceptance for sequence in sequences):
-                self._wait = self._pause = 0
-            elif not any(self._plan):
-                shortest = self._trial(len(keys))[1]
-                if drafted:
-                    self._wait = self._pause = shortest
-                elif not all(sequence.acceptance for sequence in sequences):  # do not let new ones wait for long
-                    self._wait, self._pause = min(self._wait, shortest), min(self._pause, shortest)
+        others = any(sequence.key not in self._plan for sequence in sequences) or len(self._plan) > len(sequences)
+        if self._good_for <= 0 and (self._changed or others):
+            self._renew(sequences, most)
         self._good_for -= 1
-        if any(self._plan):
-            return [nodes and min(nodes, most(sequence)) for nodes, sequence in zip(self._plan, sequences)]
-        if self._wait:
-            self._wait -= 1
-            if len(keys) <= GUESSED_FOR and self._spare > GUESSING:
-                self._turn = (self._turn + 1) % len(keys)
-                if most(sequences[self._turn]):
-                    self._guess(sequences[self._turn])
-            return self._plan
-        return self._try(sequences, most)
+        self._since += 1
+        nodes = [self._plan.get(sequence.key, 0) for sequence in sequences]
+        if any(nodes):
+            self._since = 0
+            return [count and min(count, most(sequence)) for count, sequence in zip(nodes, sequences)]
+        if not self._wait:
+            return self._try(sequences, most)
+        self._wait -= 1
+        if len(sequences) <= GUESSED_FOR and self._spare > GUESSING:
+            self._turn = (self._turn + 1) % len(sequences)
+            if most(sequences[self._turn]):
+                self._guess(sequences[self._turn])
+        return nodes
 
     def observe(self, sequence: Sequence, depth: int, accepted: int) -> None:
         """Note what became of a draft; of none that was found if its depth is 0."""
-        sequence.acceptance = sequence.acceptance or Acceptance()
+        sequence.acceptance = sequence.acceptance or Acceptance(prior=0.0)
         sequence.acceptance.observe(max(depth, 1), accepted)
         self._changed = True
         if accepted:
@@ -311,19 +304,44 @@ class DeviceDrafting:
             self._times.observe(len(spans), nodes, drafts, device, host)
         self._arrived = arrived if known else 0.0
 
+    def _renew(self, sequences: list[Sequence], most: Callable[[Sequence], int]) -> None:
+        """Make a plan, and see when the next trial is due."""
+        drafted = any(self._plan.values())
+        room = [most(sequence) for sequence in sequences]
+        best = self._best(sequences, room)
+        left_out = [i for i, nodes in enumerate(best) if not nodes and room[i]]
+        if left_out and max(best) > 1:  # one in turn gets another chance
+            best[best.index(max(best))] -= 1
+            self._turn += 1
+            chosen = left_out[self._turn % len(left_out)]
+            best[chosen] = 1
+            if acceptance := sequences[chosen].acceptance:
+                acceptance.be_open()
+        self._plan = {sequence.key: nodes for sequence, nodes in zip(sequences, best)}
+        self._good_for, self._changed = 1 + len(sequences) // REVIEWED, False
+        if any(best):
+            return
+        shortest = self._trial(len(sequences))[1]
+        if drafted:
+            self._wait = self._pause = shortest
+        elif not all(sequence.acceptance for sequence in sequences):  # new ones do not wait for long
+            self._wait, self._pause = min(self._wait, max(shortest - self._since, 0)), min(self._pause, shortest)
+
     def _best(self, sequences: list[Sequence], most: list[int]) -> list[int]:
         """The nodes of each sequence that bring most tokens per time."""
-        chances = [(one.acceptance.first, one.acceptance.later) if one.acceptance else UNKNOWN for one in sequences]
+        chances = [(one.acceptance.first, one.acceptance.later) if one.acceptance else (0, 0) for one in sequences]
         first, later = np.array(chances, dtype=float).T[:, :, None]
+        first = np.maximum(first, OPEN)
         node = np.arange(self._most_nodes)
         gains = np.where(node < np.array(most)[:, None], first * later**node, 0.0).ravel()
         order = np.argsort(-gains, kind="stable")  # so that a node is never before those that lead to it
         tokens = len(sequences) + np.concatenate([[0.0], gains[order].cumsum()])
+        useful = np.count_nonzero(gains)
         (_, plain), *drafting = self._times.of(len(sequences))
         best, taken = len(sequences) / plain * WORTH, 0
         for rows, seconds in drafting:
-            spare = min(rows - len(sequences), len(order))
-            if tokens[spare] / seconds > best:
+            spare = min(rows - len(sequences), useful)
+            if spare and tokens[spare] / seconds > best:
                 best, taken = tokens[spare] / seconds, spare
         return np.bincount(order[:taken] // self._most_nodes, minlength=len(sequences)).tolist()
 
@@ -331,14 +349,16 @@ class DeviceDrafting:
         """Some nodes for each sequence, or one for each of some, who take turns; then a pause."""
         count = len(sequences)
         spare, shortest = self._trial(count)
-        self._wait = self._pause = min(max(2 * self._pause, shortest), max(LONGEST_PAUSE, shortest))
         each, tried, nodes = max(spare // count, 1), min(spare, count), [0] * count
         for turn in range(self._turn, self._turn + tried):
             sequence = sequences[turn % count]
-            nodes[turn % count] = min(each, most(sequence))
+            nodes[turn % count] = min(each, self._most_nodes, most(sequence))
             if sequence.acceptance:
                 sequence.acceptance.be_open()
         self._turn = (self._turn + tried) % count
+        if any(nodes):
+            self._pause, self._since = min(max(2 * self._pause, shortest), max(LONGEST_PAUSE, shortest)), 0
+        self._wait = max(self._pause, shortest)
         return nodes
 
     def _trial(self, count: int) -> tuple[int, int]:
