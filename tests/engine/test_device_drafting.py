@@ -220,6 +220,16 @@ def test_requests_that_come_and_go_lose_no_more(count: int, tokens: int) -> None
     assert steps * times[bucket_for(count), 0] / seconds >= 0.98
 
 
+def test_trials_go_on_where_a_plan_comes_to_nothing() -> None:
+    drafting = Simulated(measured(0.0, 0.0), [Text(1.0, 1.0)] * 2, random.Random(0))
+    sequences = [sequence(key) for key in range(2)]
+    drafting.nodes(sequences, lambda _: NODES)
+    drafting.observe(sequences[0], 3, 3)
+    drafting.nodes(sequences, lambda one: NODES * (1 - one.key))  # a plan for one
+    later = [drafting.nodes(sequences, lambda one: NODES * one.key)[1] > 0 for _ in range(20)]
+    assert any(later)
+
+
 def test_no_trial_exceeds_a_draft() -> None:
     drafting = DeviceDrafting(StepTimes(measured(0.0, 0.0), 5, 512), 5)
     sequences = [sequence(key) for key in range(3)]

@@ -267,10 +267,11 @@ class DeviceDrafting:
             self._renew(sequences, most)
         self._good_for -= 1
         self._since += 1
-        nodes = [self._plan.get(sequence.key, 0) for sequence in sequences]
+        planned = [self._plan.get(sequence.key, 0) for sequence in sequences]
+        nodes = [count and min(count, most(sequence)) for count, sequence in zip(planned, sequences)]
         if any(nodes):
             self._since = 0
-            return [count and min(count, most(sequence)) for count, sequence in zip(nodes, sequences)]
+            return nodes
         if not self._wait:
             return self._try(sequences, most)
         self._wait -= 1
