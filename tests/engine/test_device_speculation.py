@@ -1,5 +1,6 @@
 """An engine whose device drafts gives the answers of one that does not. Without a device kernels are interpreted."""
 
+import itertools
 import random
 import shutil
 from collections.abc import Callable
@@ -21,10 +22,11 @@ from mock_model import Collected, collect, run
 from test_device_runner import DEVICE, make_engine
 
 from freewheel.engine.device_runner import DeviceRunner
-from freewheel.engine.draft_step import DraftStep
-from freewheel.engine.drafting import DeviceDrafting, StepTimes
+from freewheel.engine.draft_step import GUESSED, DraftStep
+from freewheel.engine.drafting import DeviceDrafting, Guess, StepTimes, judged
 from freewheel.engine.engine import Engine
 from freewheel.ops import attention_gpu
+from freewheel.speculative import NgramIndex, draft
 
 pytestmark = pytest.mark.usefixtures("few_programs", "many_drafts")
 ASKED: list[tuple[list[int], dict[str, Any]]] = [
@@ -59,7 +61,9 @@ def many_drafts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
     def nodes(drafting: DeviceDrafting, sequences: list[Sequence], most: Callable[[Sequence], int]) -> list[int]:
         room = [min(most(sequence), drafting._most_nodes) for sequence in sequences]
-        return [count and rng.choice([0, 1, 1, rng.randint(1, count), count]) for count in room]
+        wanted = [count and rng.choice([0, 1, 1, rng.randint(1, count), count]) for count in room]
+        drafting.guessing = not any(wanted)
+        return wanted
 
     monkeypatch.setattr(DeviceDrafting, "nodes", nodes)
 
@@ -122,6 +126,46 @@ def test_answers_are_those_without_drafts(
     assert metrics is not None
     assert 4 < metrics.accepted < metrics.drafted
     engine.check()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_guesses_tell_what_the_host_would_find(
+    copying_model: Path, expected: dict[tuple[str, int], Collected], lookahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps without drafts, now and then: each is judged with the next."""
+    guessed: list[tuple[int, int]] = []
+    told: list[tuple[Sequence, int, int]] = []
+    steps = itertools.cycle([True, False, True, False, False, False, True])
+
+    def nodes(drafting: DeviceDrafting, sequences: list[Sequence], _: object) -> list[int]:
+        drafting.guessing = next(steps)
+        if drafting.guessing:
+            guessed.extend((sequence.key, sequence.length) for sequence in sequences)
+        return [0] * len(sequences)
+
+    monkeypatch.setattr(DeviceDrafting, "nodes", nodes)
+    monkeypatch.setattr(DeviceDrafting, "observe", lambda _, *outcome: told.append(outcome))
+    engine = speculating(copying_model, lookahead, draft_nodes=3)
+    got = run(engine, requests())
+    for key, one in expected.items():
+        assert_same(got[key], one)
+    assert sum(right for _, _, right in told) > 4
+    judged_ones: dict[int, list[tuple[int, int]]] = {}
+    for sequence, depth, right in told:
+        judged_ones.setdefault(sequence.key, []).append((depth, right))
+    sequences = {sequence.key: sequence for sequence, _, _ in told}
+    for key, outcomes in judged_ones.items():
+        like, answer = sequences[key], sequences[key].tokens
+        lengths = [length for other, length in guessed if other == key and length < like.max_length - 1]
+        wanted = []
+        for length, then in itertools.pairwise(lengths):
+            index = NgramIndex(like.max_length)
+            index.extend(answer[:length])
+            found = draft(index, width=1, depth=GUESSED, nodes=min(GUESSED, engine.max_model_len - length))
+            like.tokens, like.guess = answer[:then], Guess(length, found.tokens if found else (-1,))
+            wanted.append(judged(like))
+        assert outcomes == wanted[: len(outcomes)]
+        assert len(outcomes) >= len(wanted) - 1 - lookahead
 
 
 @pytest.mark.usefixtures("real_drafting")

@@ -24,7 +24,7 @@ COMPILED = {name: value for name, value in os.environ.items() if name != "TRITON
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from freewheel.engine.draft_kernels import DraftInputs, DraftRows, compact, lay_out, settle
+from freewheel.engine.draft_kernels import DraftInputs, DraftRows, Guesses, compact, judge, lay_out, settle
 from freewheel.engine.step_kernels import StepInputs, advance
 from freewheel.sampling.fused import Sequences
 from freewheel.speculative.draft_kernels import Trees
@@ -33,16 +33,19 @@ types = {name: "*i64" for name in "tokens sampled ring lengths history".split()}
 types |= {
     "statuses": "*u8", "paths": "*i32", "page_table": "*i32", "storage": "*bf16",
     "sequences": Sequences("*i64", "i32", "*i64", "*i32", "*i32", "i32", "i32"),
-    "trees": Trees("*i64", "*i32", "*i32", "*i64", "*i32"), "rows": DraftRows(*["*i64"] * 6, "*i32", "*i32"),
+    "trees": Trees("*i64", "*i32", "*i32", "*i64", "*i32"), "found": Trees("*i64", "*i32", "*i32", "*i64", "*i32"),
+    "guesses": Guesses("*i64", "*i32", "*i64"), "rows": DraftRows(*["*i64"] * 6, "*i32", "*i32"),
 }
 sizes = {"NODES": 5, "PADDED": 8, "PLACES": 9}
 for kernel, inputs, constants in [
     (advance, StepInputs(*["*i64"] * 5), {"CHAINED": True}),
     (lay_out, DraftInputs(*["*i64"] * 3), {"SEQUENCES": 4, "ROWS": 16, "TILES": 2, "TILE_ROWS": 4}),
-    (settle, DraftInputs(*["*i64"] * 3), {}),
+    (settle, DraftInputs(*["*i64"] * 3), {"DRAFTS": True}),
+    (settle, DraftInputs(*["*i64"] * 3), {"NODES": 1, "PADDED": 2, "DRAFTS": False}),
+    (judge, DraftInputs(*["*i64"] * 3), {"GUESSED": 8}),
     (compact, DraftInputs(*["*i64"] * 3), {"PAGE_SIZE": 16, "HEAD_DIM": 80, "DIM": 128}),
 ]:
-    constants |= {name: size for name, size in sizes.items() if name in kernel.arg_names}
+    constants = {name: size for name, size in sizes.items() if name in kernel.arg_names} | constants
     given = {**types, "inputs": inputs}
     signature = {name: "constexpr" if name in constants else given.get(name, "i32") for name in kernel.arg_names}
     compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
@@ -86,4 +89,4 @@ def test_tokens_go_to_sequences_and_host_and_rows_move_on() -> None:
 def test_kernels_compile_without_a_device() -> None:
     """The interpreter knows no types."""
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=COMPILED)
-    assert done.stdout.split() == ["advance", "lay_out", "settle", "compact"], done.stderr
+    assert done.stdout.split() == ["advance", "lay_out", "settle", "settle", "judge", "compact"], done.stderr

@@ -21,7 +21,7 @@ from torch import Tensor
 from freewheel.cache.pool import KVPool
 from freewheel.config import MOST_LOOKAHEAD, EngineConfig
 from freewheel.engine.buckets import BUCKETS, CHUNKS, bucket_for, buckets, chunk_sizes, draft_rows, draft_step
-from freewheel.engine.draft_step import DeviceDrafts, Drafted, DraftStep
+from freewheel.engine.draft_step import GUESSED, DeviceDrafts, Drafted, DraftStep
 from freewheel.engine.engine import MAX_SCORED_ROWS
 from freewheel.engine.runner import Brought, InFlight, Launched, Runner, Span, StepResult
 from freewheel.engine.scheduler import pages_for
@@ -200,11 +200,11 @@ class DeviceRunner(Runner):
 
     def _decode(self, spans: Sequence[Span]) -> InFlight:
         slots = [span.slot for span in spans]
-        if self._drafts is not None and any(span.nodes or span.follows for span in spans):
+        if self._drafts is not None and any(span.nodes or span.follows or span.guess for span in spans):
             nodes = [span.nodes for span in spans]
             step = self._draft_step(*draft_step(len(spans), sum(nodes), self._most_nodes, self._most_rows))
             self._know_lengths(spans, self._drafts)
-            step.put(slots, nodes)
+            step.put(slots, nodes if any(nodes) else [GUESSED * span.guess for span in spans])
         else:
             step = self._step(bucket_for(len(spans)))
             step.put(slots, [span.start for span in spans])
@@ -218,7 +218,7 @@ class DeviceRunner(Runner):
             slots, lengths = self._upload([span.slot for span in told], [span.start + 1 for span in told])
             entered = [span.slot for span in told if span.slot in self._entered]
             if entered:
-                drafts.index.clear(self._upload(entered)[0])
+                drafts.clear(self._upload(entered)[0])
             drafts.know(slots, lengths)
             self._entered.difference_update(entered)
         for span in spans:
@@ -424,7 +424,11 @@ class Parts:
         ordered = [brought[i] for i in range(len(self._spans))]
         samples = [sample for one, walked, *_ in ordered for sample in walked or ([one] if one else [])]
         tokens, statuses, logprobs = zip(*samples) if samples else ((), (), ())
-        drafting = [(len(walked), drafted) for _, walked, _, drafted in ordered if walked is not None]
+        drafting = [
+            (len(walked or [one]), drafted)
+            for span, (one, walked, _, drafted) in zip(self._spans, ordered)
+            if span.drafts
+        ]
         return StepResult(
             list(tokens),
             list(statuses),

@@ -1,5 +1,6 @@
 """A step whose rows are drafted on the device: the host knows neither how long sequences are nor what was drafted.
 
+judge    [sequences]          where nobody drafts: how good a draft would have been
 lay_out  [sequences]          the rows of the step
 settle   [sequences]          the accepted path goes to its sequence and to the host
 compact  [sequences, planes]  keys and values of accepted rows, to where they belong
@@ -56,6 +57,54 @@ class DraftRows(NamedTuple):
     sample_slots: Any
     tiles: Any
     starts: Any
+
+
+class Guesses(NamedTuple):
+    """What was thought to follow the tokens of sequences: tensors.
+
+    Attributes:
+        tokens: int64 [slots, most].
+        counts: int32 [slots], of tokens; 0 if nothing was found.
+        lengths: int64 [slots], of the sequence then; 0 if there is no guess.
+    """
+
+    tokens: Any
+    counts: Any
+    lengths: Any
+
+
+@triton.jit
+def judge(
+    inputs, lengths, history, max_length, found, guesses, ring, PLACES: tl.constexpr, GUESSED: tl.constexpr
+):  # fmt: skip
+    """Say how much of each sequence's guess was right; the chain in ``found`` is the next one, if any was asked for.
+
+    Comes before ``settle``, which leaves these words of the ``ring`` alone where nobody drafts: how deep the guess was,
+    as far as can be told, and how much of it was right. Both are 0 if there is nothing to tell. GUESSED, a power of
+    two, is how long guesses are.
+    """
+    own, count = tl.program_id(0), tl.num_programs(0)
+    slot = tl.load(inputs.slots + own)
+    if slot >= 0:
+        length, at = tl.load(lengths + slot), tl.load(guesses.lengths + slot)
+        guessed = tl.load(guesses.counts + slot)
+        i = tl.arange(0, GUESSED)
+        token = tl.load(guesses.tokens + slot * GUESSED + i)
+        came = tl.load(history + slot * max_length + at + i, mask=(i < guessed) & (at + i < length), other=-1)
+        right = tl.min(tl.where((i < guessed) & (token == came), GUESSED, i), 0)
+        wrong = (right < guessed) & (at + right < length)
+        # Where nothing was found the first token is wrong.
+        depth = tl.where(wrong, guessed, tl.where(guessed > 0, right, 1))
+        told = (at > 0) & (length > at)
+        place = tl.load(inputs.places + own)
+        result = ring + (place * count + own) * (3 + 3 * 2)
+        tl.store(result, tl.where(told, depth, 0).to(tl.int64))
+        tl.store(result + 1, tl.where(told, right, 0).to(tl.int64))
+        asked = tl.load(inputs.most_nodes + own) > 0
+        if told | asked:
+            tl.store(guesses.lengths + slot, tl.where(asked, length, 0))
+            tl.store(guesses.counts + slot, tl.load(found.counts + own))
+            tl.store(guesses.tokens + slot * GUESSED + i, tl.load(found.tokens + own * GUESSED + i))
 
 
 @triton.jit
@@ -122,13 +171,13 @@ def lay_out(
 @triton.jit
 def settle(
     inputs, lengths, trees, rows, sampled, statuses, ring, paths, sequences,
-    PLACES: tl.constexpr, NODES: tl.constexpr, PADDED: tl.constexpr,
+    PLACES: tl.constexpr, NODES: tl.constexpr, PADDED: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Walk each tree by the tokens sampled at its rows, and append what the walk meets.
 
     Leaves the path in ``paths``, int32 [sequences, 1 + NODES], rows of the tree and then -1; and in the ring, int64
-    [PLACES, sequences, 3 + 3 * (1 + NODES)], how many nodes there were and how deep, how many rows the walk met, and of
-    each its token, its status, and its row among those of the step.
+    [PLACES, sequences, 3 + 3 * (1 + NODES)], how many nodes there were and how deep if the step DRAFTS, how many rows
+    the walk met, and of each its token, its status, and its row among those of the step.
     """
     own, count = tl.program_id(0), tl.num_programs(0)
     slot = tl.load(inputs.slots + own)
@@ -156,9 +205,10 @@ def settle(
                 add_token(sequences, slot, length + met, token)
             met += 1
             at = child_of(at, token, exists, parents, tokens, PADDED)
-        tl.store(result, nodes.to(tl.int64))
-        depths = tl.load(trees.depths + own * NODES + node, mask=exists, other=0)
-        tl.store(result + 1, tl.max(depths, 0).to(tl.int64))
+        if DRAFTS:
+            depths = tl.load(trees.depths + own * NODES + node, mask=exists, other=0)
+            tl.store(result, nodes.to(tl.int64))
+            tl.store(result + 1, tl.max(depths, 0).to(tl.int64))
         tl.store(result + 2, met.to(tl.int64))
         tl.store(lengths + slot, tl.minimum(length + met, sequences.max_length))
         tl.store(inputs.places + own, tl.where(place + 1 < PLACES, place + 1, 0))

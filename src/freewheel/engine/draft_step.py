@@ -8,7 +8,7 @@ from torch import Tensor
 
 from freewheel.cache.pool import KVPool
 from freewheel.engine import draft_kernels as kernels
-from freewheel.engine.draft_kernels import DraftInputs, DraftRows
+from freewheel.engine.draft_kernels import DraftInputs, DraftRows, Guesses
 from freewheel.engine.ring import Ring
 from freewheel.engine.runner import StepResult, by_row, on_its_way
 from freewheel.engine.step import Graphs, even, pinned
@@ -18,6 +18,8 @@ from freewheel.request import TokenLogprobs
 from freewheel.sampling import Logprobs, SampleRows, Samples, SamplingState
 from freewheel.sampling.fused import sequences_of
 from freewheel.speculative.device import DeviceIndex, make_trees
+
+GUESSED = 8  # tokens of a guess
 
 
 class DeviceDrafts:
@@ -32,6 +34,7 @@ class DeviceDrafts:
 
     Attributes:
         lengths: int64 [slots], of the tokens that are known on the device.
+        guesses: what is thought to follow some of them, to see if drafts would pay.
     """
 
     def __init__(
@@ -48,6 +51,16 @@ class DeviceDrafts:
         self.rows_per_tile, self.width, self.depth = rows_per_tile, width, depth
         self.lengths = torch.zeros(len(state.history), dtype=torch.int64, device=pool.device)
         self.index = DeviceIndex(state.history, self.lengths)
+        self.guesses = Guesses(
+            tokens=torch.zeros(len(state.history), GUESSED, dtype=torch.int64, device=pool.device),
+            counts=torch.zeros(len(state.history), dtype=torch.int32, device=pool.device),
+            lengths=torch.zeros_like(self.lengths),
+        )
+
+    def clear(self, slots: Tensor) -> None:
+        """Forget what was in slots, int64 [n]: others are to come."""
+        self.index.clear(slots)
+        self.guesses.lengths[slots] = 0
 
     def know(self, slots: Tensor, lengths: Tensor) -> None:
         """So many tokens are known in slots, int64 [n] both: not fewer than before, unless these were cleared."""
@@ -62,8 +75,8 @@ class DraftStep:
         drafts: what it shares with others.
         sequences: most of them.
         rows: of the step.
-        nodes: most of a tree; without effect if there are no more rows than sequences: then the step is for those who
-            have yet to learn how long they are, and nobody drafts.
+        nodes: most of a tree; without effect if there are no more rows than sequences: then nobody drafts. The step is
+            for those who have yet to learn how long they are, and for guesses, which take no rows.
         places: of its ring.
 
     Attributes:
@@ -86,7 +99,8 @@ class DraftStep:
         self._inputs = room(torch.int64, len(DraftInputs._fields), even(sequences))
         self._columns = DraftInputs(*self._inputs[:, :sequences].unbind())
         self._trees = make_trees(sequences, self._nodes, device)
-        self._depths = torch.full((sequences,), drafts.depth, dtype=torch.int32, device=device)
+        self._depths = torch.full((sequences,), drafts.depth if self._drafting else GUESSED, device=device)
+        self._found = None if self._drafting else make_trees(sequences, GUESSED, device)
         self._paths = room(torch.int32, sequences, 1 + self._nodes)
         self._laid = DraftRows(
             *room(torch.int64, 6, even(rows))[:, :rows].unbind(),
@@ -104,7 +118,10 @@ class DraftStep:
         self._expected: tuple[list[int], list[int]] | None = None  # slots and nodes that the inputs have
 
     def put(self, slots: list[int], most_nodes: list[int]) -> None:
-        """Let it have these sequences, and so many nodes for each, for which there are rows; the others are idle."""
+        """Let it have these sequences, and so many nodes for each, for which there are rows; the others are idle.
+
+        Where nobody drafts, any number of nodes asks for a guess.
+        """
         self._put, expected, self._expected = (slots, most_nodes), self._expected, None  # should anything below fail
         if expected == self._put:
             return
@@ -124,9 +141,16 @@ class DraftStep:
         """Draft, and lay out the rows."""
         drafts, slots = self._drafts, self._columns.slots
         drafts.index.extend(slots)
-        if self._drafting:
-            drafts.index.draft(slots, self._columns.most_nodes, self._depths, self._trees, width=drafts.width)
         total, tiles, history = len(self._laid.slots), self._tiles, drafts.state.history
+        if self._found is None:
+            drafts.index.draft(slots, self._columns.most_nodes, self._depths, self._trees, width=drafts.width)
+        else:
+            drafts.index.draft(slots, self._columns.most_nodes, self._depths, self._found, width=1)
+            launch(
+                kernels.judge, (self._sequences,), 1,
+                self._columns, drafts.lengths, history, history.shape[1], self._found, drafts.guesses, self.ring.words,
+                len(self.ring.words), GUESSED,
+            )  # fmt: skip
         launch(
             kernels.lay_out, (self._sequences,), 1,
             self._columns, drafts.lengths, self._trees, self._laid, history, history.shape[1], len(history) - 1, total,
@@ -141,6 +165,7 @@ class DraftStep:
             kernels.settle, sequences, 1,
             self._columns, drafts.lengths, self._trees, self._laid, samples.tokens, samples.status, self.ring.words,
             self._paths, sequences_of(drafts.state), len(self.ring.words), self._nodes, power(1 + self._nodes),
+            self._drafting,
         )  # fmt: skip
         if drafts.width > 1 and self._drafting:  # a chain is where it belongs
             pool = drafts.pool

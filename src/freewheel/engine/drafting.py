@@ -19,13 +19,10 @@ GUESS = 0.25  # what the guess counts, beside the variance of the rows
 FINENESS = 4  # costs of a row that are told apart, to the double
 WORTH = 1.02  # what drafts have to bring, relative to steps without
 REVIEWED = 8  # sequences that are looked at again, on average, in a step
-FIRST_PAUSE, LONGEST_PAUSE = 8, 1024  # in steps
-TRIAL_SHARE = 0.01  # of the time until the next trial that a trial may cost
+FORGOTTEN = 1 / 256  # of how much slower a step was than others, with each of those
+SHORTEST_PAUSE, LONGEST_PAUSE = 4, 64  # between guesses, in steps
+GUESS_SHARE = 0.01  # of the time until the next guess that a guess may cost
 OPEN = 0.001  # acceptance that all are believed to have: enough for a row that nobody else needs
-TRIAL = 1.05  # what a trial may take, relative to the quickest step with drafts
-GUESSED, GUESSED_FOR = 8, 4  # tokens that the host guesses, and the most sequences for which it does
-INDEXED = 256  # tokens that the host indexes in a step
-GUESSING = 100e-6  # seconds: who waits for less has no time for that
 WAIT = 20e-6  # seconds: who waits for less finds the results there
 
 
@@ -166,9 +163,10 @@ def _guessed_seconds(rows: int) -> float:
 
 
 class StepTimes:
-    """What captured steps take: as measured when they were prepared, then as steps of late took.
+    """What captured steps take: as measured when they were prepared, and as much slower as steps of late were.
 
-    That is what device or host takes, whichever is slower, as they work side by side.
+    That is what device or host takes, whichever is slower, as they work side by side. That others were slower than the
+    steps of late is forgotten bit by bit; or a kind of step that was slow for once would never be tried again.
 
     Where nothing was measured, as on one H200 with 0.6 B weights; twice as many rows as were seen there take twice as
     long. A step is known by the sequences it is made for, and its rows: 0 if it is plain, or see
@@ -182,7 +180,7 @@ class StepTimes:
 
     def __init__(self, measured: Mapping[tuple[int, int], float], nodes: int, most_rows: int) -> None:
         self._measured, self._nodes, self._most_rows = measured, nodes, most_rows
-        self._device: dict[tuple[int, int], float] = {}
+        self._slowness: dict[tuple[int, int], float] = {}  # relative to what was measured
         self._host: dict[tuple[int, int], float] = {}
 
     def of(self, sequences: int) -> list[tuple[int, float]]:
@@ -202,26 +200,27 @@ class StepTimes:
             host: seconds.
         """
         key = draft_step(sequences, nodes, self._nodes, self._most_rows) if drafts else (bucket_for(sequences), 0)
-        # Anything may hold up a step. And a context that grows lets its time grow slowly.
-        for times, known, seconds in (
-            (self._device, self._device_seconds(key), device),
-            (self._host, self._host.get(key, host), host),
-        ):
-            if seconds is not None:
-                times[key] = known + LATEST * (min(max(seconds, known / 2), 2 * known) - known)
+        slowness = self._slow(key)
+        self._slowness[key] = slowness if device is None else _toward(slowness, device / self._idle(key))
+        self._host[key] = _toward(self._host.get(key, min(host, slowness * self._idle(key))), host)
+        for times in (self._slowness, self._host):
+            for other in times:
+                if other[0] == key[0]:
+                    times[other] -= FORGOTTEN * max(times[other] - times[key], 0.0)
 
     def _seconds(self, key: tuple[int, int]) -> float:
-        return max(self._device_seconds(key), self._host.get(key, self._host.get((key[0], 0), 0.0)))
+        return max(self._idle(key) * self._slow(key), self._host.get(key, self._host.get((key[0], 0), 0.0)))
 
-    def _device_seconds(self, key: tuple[int, int]) -> float:
-        """What it was seen to take; or what was measured, if plain steps take what was measured."""
-        if key in self._device:
-            return self._device[key]
-        plain = key[0], 0
-        return self._idle(key) * self._device.get(plain, self._idle(plain)) / self._idle(plain)
+    def _slow(self, key: tuple[int, int]) -> float:
+        return self._slowness.get(key, self._slowness.get((key[0], 0), 1.0))
 
     def _idle(self, key: tuple[int, int]) -> float:
         return self._measured[key] if key in self._measured else _guessed_seconds(key[1] or key[0])
+
+
+def _toward(known: float, seen: float) -> float:
+    """Anything may hold up a step. And a context that grows lets its time grow slowly."""
+    return known + LATEST * (min(max(seen, known / 2), 2 * known) - known)
 
 
 class DeviceDrafting:
@@ -231,28 +230,29 @@ class DeviceDrafting:
     get as many rows as bring most tokens per time, each of them those with the best chances. A draft for which nothing
     is found costs the same, and counts as one that was rejected.
 
-    Where no draft pays, there is a pause, then a trial, for which all together get few rows. A pause is long
-    enough for the trial not to cost more than ``TRIAL_SHARE`` of it, and doubles until something is accepted. Where few
-    sequences decode, for which a trial costs most, the host guesses meanwhile, as on a CPU.
+    Where no draft pays, the device guesses now and then what follows each sequence, without a row, and is told later
+    how much of that was right. The pauses between are long enough for a guess not to cost more than ``GUESS_SHARE`` of
+    them, and double until something is right.
 
     Args:
         times: of steps.
         nodes: most of a draft.
 
     Attributes:
+        guessing: whether the device is to guess in the next step, in which nobody drafts.
         metrics: of all requests together.
     """
 
     def __init__(self, times: StepTimes, nodes: int) -> None:
         self._times, self._most_nodes = times, nodes
-        self._plan: dict[int, int] = {}  # nodes by a sequence's key; all 0: a pause
+        self._plan: dict[int, int] = {}  # nodes by a sequence's key
         self._good_for = 0  # steps
         self._changed = True  # something was learned since
-        self._wait = self._pause = 0  # steps until the next trial
-        self._since = LONGEST_PAUSE  # steps since the last draft
-        self._turn = 0  # of a sequence to try, or to guess for
+        self._wait = self._pause = 0  # steps until the next guess
+        self._since = LONGEST_PAUSE  # steps since the last guess or draft
+        self._turn = 0  # of a sequence to try
         self._arrived = 0.0
-        self._spare = 1.0  # seconds that the host waited for the latest step
+        self.guessing = False
         self.metrics = SpeculationMetrics()
 
     def nodes(self, sequences: list[Sequence], most: Callable[[Sequence], int]) -> list[int]:
@@ -267,22 +267,17 @@ class DeviceDrafting:
             self._renew(sequences, most)
         self._good_for -= 1
         self._since += 1
-        planned = [self._plan.get(sequence.key, 0) for sequence in sequences]
-        nodes = [count and min(count, most(sequence)) for count, sequence in zip(planned, sequences)]
-        if any(nodes):
+        nodes = [0] * len(sequences)
+        if any(self._plan.values()):
+            planned = [self._plan.get(sequence.key, 0) for sequence in sequences]
+            nodes = [count and min(count, most(sequence)) for count, sequence in zip(planned, sequences)]
+        self.guessing = not any(nodes) and self._is_time_to_guess(len(sequences))
+        if self.guessing or any(nodes):
             self._since = 0
-            return nodes
-        if not self._wait:
-            return self._try(sequences, most)
-        self._wait -= 1
-        if len(sequences) <= GUESSED_FOR and self._spare > GUESSING:
-            self._turn = (self._turn + 1) % len(sequences)
-            if most(sequences[self._turn]):
-                self._guess(sequences[self._turn])
         return nodes
 
     def observe(self, sequence: Sequence, depth: int, accepted: int) -> None:
-        """Note what became of a draft; of none that was found if its depth is 0."""
+        """Note what became of a draft or a guess; of a draft for which nothing was found if its depth is 0."""
         sequence.acceptance = sequence.acceptance or Acceptance(prior=0.0)
         sequence.acceptance.observe(max(depth, 1), accepted)
         self._changed = True
@@ -298,15 +293,15 @@ class DeviceDrafting:
             waited: for its results; next to nothing: they were there before, who knows since when.
             arrived: when they were there, by ``perf_counter``.
         """
-        known, self._spare = waited > WAIT, waited
+        known = waited > WAIT
         if len(spans) <= BUCKETS[-1] and all(span.rows == 1 and span.sample and not span.scored for span in spans):
             device = arrived - self._arrived if known and self._arrived else None
-            nodes, drafts = sum(span.nodes for span in spans), any(span.nodes or span.follows for span in spans)
+            nodes, drafts = sum(span.nodes for span in spans), any(span.drafts or span.follows for span in spans)
             self._times.observe(len(spans), nodes, drafts, device, host)
         self._arrived = arrived if known else 0.0
 
     def _renew(self, sequences: list[Sequence], most: Callable[[Sequence], int]) -> None:
-        """Make a plan, and see when the next trial is due."""
+        """Make a plan, and see when the next guess is due."""
         drafted = any(self._plan.values())
         room = [most(sequence) for sequence in sequences]
         best = self._best(sequences, room)
@@ -322,10 +317,8 @@ class DeviceDrafting:
         self._good_for, self._changed = 1 + len(sequences) // REVIEWED, False
         if any(best):
             return
-        shortest = self._trial(len(sequences))[1]
-        if drafted:
-            self._wait = self._pause = shortest
-        elif not all(sequence.acceptance for sequence in sequences):  # new ones do not wait for long
+        shortest = self._shortest_pause(len(sequences))
+        if drafted or not all(sequence.acceptance for sequence in sequences):  # new ones do not wait for long
             self._wait, self._pause = min(self._wait, max(shortest - self._since, 0)), min(self._pause, shortest)
 
     def _best(self, sequences: list[Sequence], most: list[int]) -> list[int]:
@@ -346,48 +339,17 @@ class DeviceDrafting:
                 best, taken = tokens[spare] / seconds, spare
         return np.bincount(order[:taken] // self._most_nodes, minlength=len(sequences)).tolist()
 
-    def _try(self, sequences: list[Sequence], most: Callable[[Sequence], int]) -> list[int]:
-        """Some nodes for each sequence, or one for each of some, who take turns; then a pause."""
-        count = len(sequences)
-        spare, shortest = self._trial(count)
-        each, tried, nodes = max(spare // count, 1), min(spare, count), [0] * count
-        for turn in range(self._turn, self._turn + tried):
-            sequence = sequences[turn % count]
-            nodes[turn % count] = min(each, self._most_nodes, most(sequence))
-            if sequence.acceptance:
-                sequence.acceptance.be_open()
-        self._turn = (self._turn + tried) % count
-        if any(nodes):
-            self._pause, self._since = min(max(2 * self._pause, shortest), max(LONGEST_PAUSE, shortest)), 0
-        self._wait = max(self._pause, shortest)
-        return nodes
+    def _is_time_to_guess(self, count: int) -> bool:
+        """Whether so many sequences have waited long enough; the next pause begins."""
+        if self._wait:
+            self._wait -= 1
+            return False
+        (_, plain), _, *drafting = self._times.of(count)
+        shortest = self._shortest_pause(count)
+        self._wait = self._pause = min(max(2 * self._pause, shortest), max(LONGEST_PAUSE, shortest))
+        return any(rows / seconds > count / plain for rows, seconds in drafting)  # else no draft could ever pay
 
-    def _trial(self, count: int) -> tuple[int, int]:
-        """Rows to spare in a trial of so many sequences, 0 if no draft could ever pay; and the shortest pause after it.
-
-        It costs the step itself, and the one that follows before the outcome is known.
-        """
-        (_, plain), (_, follow), *drafting = self._times.of(count)
-        cheapest = min(seconds for _, seconds in drafting)
-        rows, seconds = max(step for step in drafting if step[1] <= TRIAL * cheapest)
-        pays = any(rows / seconds > count / plain for rows, seconds in drafting)
-        pause = max(FIRST_PAUSE, round(((seconds + follow) / plain - 2) / TRIAL_SHARE))
-        return (rows - count if pays else 0), pause
-
-    def _guess(self, sequence: Sequence) -> None:
-        """Judge the sequence's guess, if anything came since, and make another one."""
-        if outcome := judged(sequence):
-            self.observe(sequence, *outcome)
-        if sequence.guess is not None:
-            return
-        if sequence.ngrams is None:
-            sequence.ngrams = NgramIndex(sequence.max_length)
-        known = len(sequence.ngrams)
-        sequence.ngrams.extend(sequence.tokens[known : known + INDEXED])
-        if len(sequence.ngrams) < len(sequence.tokens):
-            return
-        found = draft(sequence.ngrams, width=1, depth=GUESSED, nodes=GUESSED)
-        if found is None:
-            self.observe(sequence, 0, 0)
-            return
-        sequence.guess = Guess(len(sequence.tokens), found.tokens)
+    def _shortest_pause(self, count: int) -> int:
+        """Steps for so many sequences between one with guesses and the next."""
+        (_, plain), (_, guess), *_ = self._times.of(count)
+        return max(SHORTEST_PAUSE, round((guess / plain - 1) / GUESS_SHARE))

@@ -382,6 +382,9 @@ class Engine:
         wanted = [0] * len(decoding)
         if 0 < len(decoding) <= BUCKETS[-1]:
             wanted = drafting.nodes(sequences, self._most_nodes)
+            if drafting.guessing:
+                for i, sequence in zip(decoding, sequences):
+                    rows[i] = rows[i]._replace(span=rows[i].span._replace(guess=self._most_nodes(sequence) > 0))
         if not any(wanted) and not any(sequence.slack for sequence in sequences):
             return
         left = min(self._most_rows - sum(row.span.rows for row in rows), MAX_DRAFT_ROWS - len(decoding))
@@ -391,14 +394,14 @@ class Engine:
         for i, sequence, nodes in zip(decoding, sequences, wanted):
             if not nodes and not sequence.slack:
                 continue
-            slot, start = rows[i].span[:2]
+            span = rows[i].span._replace(follows=sequence.slack > 0)
             if nodes:
-                nodes = max(min(nodes, left, (len(sequence.pages) + pages) * size - start - 1), 0)
+                nodes = max(min(nodes, left, (len(sequence.pages) + pages) * size - span.start - 1), 0)
                 left -= nodes
-                end = start + 1 + nodes
+                end = span.start + 1 + nodes
                 pages -= max(pages_for(end, size) - len(sequence.pages), 0)
                 needs.append((sequence, end))
-            rows[i] = _Row(sequence, Span(slot, start, 1, True, nodes=nodes, follows=sequence.slack > 0), sequence.stay)
+            rows[i] = rows[i]._replace(span=span._replace(nodes=nodes))
         if needs:
             self._secure(needs)
 
@@ -537,6 +540,8 @@ class Engine:
                     error = ERRORS.get(status, error)
                     if error is None:
                         self._add_run(sequence, [token], None if logprobs is None else [logprobs], output)
+                if drafted[0] and isinstance(drafting, DeviceDrafting):
+                    drafting.observe(sequence, *drafted)
                 # Not less than before: pages of others may have been taken over meanwhile.
                 computed = len(sequence.tokens) - 1 if span.follows else span.start + span.rows
                 sequence.computed = max(sequence.computed, computed)

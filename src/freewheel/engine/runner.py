@@ -37,6 +37,7 @@ class Span(NamedTuple):
         alternatives: most likely tokens to report for each scored position.
         draft: what the host drafted.
         nodes: most nodes that the device may draft behind the last row.
+        guess: nobody drafts, and the device guesses what follows, without rows; it tells how good its last guess was.
         follows: the device alone knows where the row is: behind what steps in flight bring, and not after ``start``.
     """
 
@@ -48,7 +49,13 @@ class Span(NamedTuple):
     alternatives: int = 0
     draft: DraftTree | None = None
     nodes: int = 0
+    guess: bool = False
     follows: bool = False
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is something to be told of drafts."""
+        return self.draft is not None or self.nodes > 0 or self.guess
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,9 @@ class StepResult:
         statuses: for each token, a :class:`freewheel.sampling.Status`.
         logprobs: for each token, if its span asked for them.
         scores: for each span with scored positions in order.
-        runs: for each span with a draft or nodes in order, how many of the tokens are its.
-        drafted: for each span with nodes in order, how many there were, and how deep.
+        runs: for each span that ``drafts`` in order, how many of the tokens are its.
+        drafted: for each of them that drafts on the device in order, how many nodes there were, and how deep; or of a
+            guess, how deep it was, as far as can be told, and how much of it was right.
     """
 
     tokens: list[int]
@@ -77,12 +85,13 @@ class StepResult:
         samples, scores = zip(self.tokens, self.statuses, self.logprobs), iter(self.scores)
         runs, drafted = iter(self.runs), iter(self.drafted)
         for span in spans:
-            draft, nodes, scored = span.draft, span.nodes, next(scores) if span.scored else None
-            if draft or nodes:
-                size = next(drafted) if draft is None else (len(draft.tokens), max(draft.depths))
-                yield None, list(islice(samples, next(runs))), scored, size
-            else:
+            draft, scored = span.draft, next(scores) if span.scored else None
+            if not span.drafts:
                 yield next(samples) if span.sample else None, None, scored, (0, 0)
+                continue
+            size = next(drafted) if draft is None else (len(draft.tokens), max(draft.depths))
+            run = list(islice(samples, next(runs)))
+            yield (run[0], None, scored, size) if span.guess else (None, run, scored, size)
 
 
 Sampled = tuple[int, int, TokenLogprobs | None]
@@ -90,7 +99,7 @@ Sampled = tuple[int, int, TokenLogprobs | None]
 
 Brought = tuple[Sampled | None, list[Sampled] | None, list[TokenLogprobs] | None, tuple[int, int]]
 """What a step brought a span: the token drawn for it; or, with a draft or nodes, all that the walk met; its scores; and
-how many nodes there were, and how deep."""
+how many nodes there were, and how deep, or what is told of a guess."""
 
 
 class InFlight(Protocol):
