@@ -257,17 +257,25 @@ class TestTimes:
         assert times.of(3)[0][1] == pytest.approx(0.5, rel=0.05)
 
     def test_come_from_results_that_had_to_be_waited_for(self) -> None:
-        def landed(spans: list[Span], waited: float, arrived: float) -> None:
-            drafting.landed(spans, host=0.001, waited=waited, arrived=arrived)
-
         drafting = DeviceDrafting(times := StepTimes({(2, 0): 0.010, (2, 4): 0.010}, NODES, 512), NODES)
         plain, prompt = [Span(slot, 9, 1, True) for slot in range(2)], [Span(0, 0, 9, True)]
+
+        def landed(spans: list[Span], waited: float, arrived: float, launched: float = 0.0) -> None:
+            drafting.landed(spans, launched, arrived - waited, arrived)
+
         landed(plain, 0.010, 0.110)
         landed(plain, 0.015, 0.130)  # 20 ms
         assert times.of(2)[0][1] == pytest.approx(0.0105)
-        landed(plain, 0.0, 0.150)  # they were there
+        landed(plain, 0.0, 0.137)  # they were there
         landed(plain, 0.005, 0.160)
         landed(prompt, 0.095, 0.260)
+        landed(plain, 0.010, 9.000, launched=8.0)  # nobody was there for a while
         assert times.of(2)[0][1] == pytest.approx(0.0105)
-        landed([plain[0]._replace(nodes=2), plain[1]], 0.005, 0.280)
+        landed([plain[0]._replace(nodes=2), plain[1]], 0.018, 9.020)
         assert times.of(2)[2] == (4, pytest.approx(0.0105 + 0.05 * (0.020 - 0.0105)))
+
+    def test_tell_what_the_host_and_its_callers_do(self) -> None:
+        drafting = DeviceDrafting(times := StepTimes({(2, 0): 0.010}, NODES, 512), NODES)
+        for step in range(200):
+            drafting.landed([Span(slot, 9, 1, True) for slot in range(2)], step - 1.5, step + 0.0, step + 1e-6)
+        assert times.of(2)[0][1] == pytest.approx(1.0, rel=0.01)

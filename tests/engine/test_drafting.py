@@ -461,16 +461,19 @@ class TestRows:
         assert results(run(engine, requests)) == expected
         assert engine.preemptions == 0
 
-    def test_pages_that_only_rejected_rows_needed_are_given_back(self) -> None:
+    def test_pages_that_only_rejected_rows_needed_serve_the_next_draft_or_go_to_others(self) -> None:
         engine, _ = make_engine(speculation=True, page_size=1)
         Scripted(engine, lambda output: chain([1] * 9))
         engine.add(make_request("a", [1, 2, 3], seed=5, max_tokens=30, ignore_eos=True))
         engine.step()
+        [sequence] = engine._running.values()
         for _ in range(5):
             engine.step()
-            [sequence] = engine._running.values()
-            assert len(sequence.pages) == len(sequence.tokens)
-            assert engine._cache.available == 200 - len(sequence.pages)
+            assert len(sequence.tokens) < len(sequence.pages) <= len(sequence.tokens) + 9
+            engine.check()
+        engine.add(make_request("b", [1, 2, 3], seed=5, max_tokens=0))
+        engine._schedule()
+        assert len(sequence.pages) == len(sequence.tokens)
 
     def test_where_nothing_matches_steps_are_those_without_speculation(self) -> None:
         requests = [make_request(f"r{i}", [i, 20 + i], seed=i, max_tokens=12, ignore_eos=True) for i in range(4)]

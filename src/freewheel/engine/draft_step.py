@@ -197,7 +197,8 @@ class Drafted:
 
     def result(self) -> StepResult:
         """Wait for the results."""
-        results = self._ring.result(self._number)[: len(self._most_nodes)].tolist()
+        words = self._ring.result(self._number)[: len(self._most_nodes)]
+        results = words[:, : 3 + 3 * words[:, 2].max()].tolist()
         tokens, statuses, rows = ([one for words in results for one in _path(words, part)] for part in range(3))
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if self._logprobs is not None:  # of all rows

@@ -251,7 +251,7 @@ class DeviceDrafting:
         self._wait = self._pause = 0  # steps until the next guess
         self._since = LONGEST_PAUSE  # steps since the last guess or draft
         self._turn = 0  # of a sequence to try
-        self._arrived = 0.0
+        self._arrived, self._waited = 0.0, False
         self.guessing = False
         self.metrics = SpeculationMetrics()
 
@@ -284,21 +284,24 @@ class DeviceDrafting:
         if accepted:
             self._pause = 0
 
-    def landed(self, spans: list[Span], *, host: float, waited: float, arrived: float) -> None:
-        """Note what a step took, in seconds.
+    def landed(self, spans: list[Span], launched: float, asked: float, arrived: float) -> None:
+        """Note what a step took, if it was launched before the results of the one before were there.
+
+        All counts that the host does from one step's results until it asks for the next, its callers' work as well.
 
         Args:
             spans: of the step.
-            host: that the host had to do for it, from planning to handing out what it brought.
-            waited: for its results; next to nothing: they were there before, who knows since when.
-            arrived: when they were there, by ``perf_counter``.
+            launched, asked, arrived: when it was launched, its results were asked for and they were there, in seconds.
+                Who did not have to wait knows nothing of the device.
         """
-        known = waited > WAIT
-        if len(spans) <= BUCKETS[-1] and all(span.rows == 1 and span.sample and not span.scored for span in spans):
-            device = arrived - self._arrived if known and self._arrived else None
-            nodes, drafts = sum(span.nodes for span in spans), any(span.drafts or span.follows for span in spans)
-            self._times.observe(len(spans), nodes, drafts, device, host)
-        self._arrived = arrived if known else 0.0
+        before, waited_before = self._arrived, self._waited
+        self._arrived, self._waited = arrived, arrived - asked > WAIT
+        decoded = all(span.rows == 1 and span.sample and not span.scored for span in spans)
+        if launched > before or len(spans) > BUCKETS[-1] or not decoded:
+            return
+        device = arrived - before if self._waited and waited_before else None
+        nodes, drafts = sum(span.nodes for span in spans), any(span.drafts or span.follows for span in spans)
+        self._times.observe(len(spans), nodes, drafts, device, asked - before)
 
     def _renew(self, sequences: list[Sequence], most: Callable[[Sequence], int]) -> None:
         """Make a plan, and see when the next guess is due."""

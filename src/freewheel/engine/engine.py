@@ -100,7 +100,7 @@ class Engine:
         self._added = 0
         self._keys = 0
         self._outputs: list[StepOutput] = []
-        self._flights: deque[tuple[list[_Row], InFlight, float]] = deque()  # and how long the host took to launch
+        self._flights: deque[tuple[list[_Row], InFlight, float]] = deque()  # and when they were launched
         default = 1 if pool.device.type == "cuda" else 0
         self.lookahead = default if config.lookahead is None else config.lookahead
         self._drafting: Drafting | DeviceDrafting | None = None
@@ -226,7 +226,6 @@ class Engine:
 
         What the decoder raises passes through; the caller then has to :meth:`abort` what it had added.
         """
-        began = perf_counter()
         rows = self._schedule()
         if rows:
             if isinstance(self._drafting, DeviceDrafting):
@@ -243,17 +242,15 @@ class Engine:
                 sequence.launched = span.start + span.rows + span.nodes
                 sequence.pending += span.sample + span.nodes
                 sequence.slack += span.nodes
-            self._flights.append((rows, flight, perf_counter() - began))
+            self._flights.append((rows, flight, perf_counter()))
         land = max(len(self._flights) - self.lookahead, not rows)
         for _ in range(min(land, len(self._flights))):
-            landed, flight, launching = self._flights.popleft()
+            landed, flight, launched = self._flights.popleft()
             asked = perf_counter()
             result = flight.result()
-            arrived = perf_counter()
-            self._retire(landed, result)
             if isinstance(self._drafting, DeviceDrafting):
-                spans, host = [row.span for row in landed], launching + perf_counter() - arrived
-                self._drafting.landed(spans, host=host, waited=arrived - asked, arrived=arrived)
+                self._drafting.landed([row.span for row in landed], launched, asked, perf_counter())
+            self._retire(landed, result)
         return self._take_outputs()
 
     def _launch(self, spans: list[Span]) -> InFlight:
@@ -287,7 +284,8 @@ class Engine:
             assert row == sequence.pages, "a page table differs from what its sequence holds"
             size = self._pool.page_size
             assert sequence.computed <= len(sequence.pages) * size
-            longest = max(sequence.length, sequence.launched)
+            drafted = 0 if self._drafting is None else (1 + self.lookahead) * self.config.draft_nodes
+            longest = max(sequence.length, sequence.launched) + drafted
             assert len(sequence.pages) <= pages_for(longest, size), "it holds a page that it has no use for"
             assert self._cache.path(sequence.node) == sequence.pages[: sequence.node.depth]
             private = sum(self._cache.pages.references[page] == 1 for page in sequence.pages)
@@ -298,6 +296,8 @@ class Engine:
         steady = self._steady()
         if steady:
             return steady
+        if self._drafting is not None:
+            self._give_back_pages()
         while True:
             offers: dict[int, _Offer] = {}
             running = [self._entry(sequence) for sequence in self._running.values()]
@@ -379,29 +379,28 @@ class Engine:
         """
         decoding = [i for i, row in enumerate(rows) if row.span.rows == 1 and row.span.sample and not row.span.scored]
         sequences = [rows[i].sequence for i in decoding]
-        wanted = [0] * len(decoding)
+        wanted, guessing = [0] * len(decoding), False
         if 0 < len(decoding) <= BUCKETS[-1]:
             wanted = drafting.nodes(sequences, self._most_nodes)
-            if drafting.guessing:
-                for i, sequence in zip(decoding, sequences):
-                    rows[i] = rows[i]._replace(span=rows[i].span._replace(guess=self._most_nodes(sequence) > 0))
-        if not any(wanted) and not any(sequence.slack for sequence in sequences):
+            guessing = drafting.guessing
+        if not (guessing or any(wanted) or any(sequence.slack for sequence in sequences)):
             return
         left = min(self._most_rows - sum(row.span.rows for row in rows), MAX_DRAFT_ROWS - len(decoding))
         # All that run find another page, and those who wait find all there are.
         size, pages = self._pool.page_size, 0 if self._waiting else max(self._cache.available - len(self._running), 0)
         needs: list[tuple[Sequence, int]] = []
         for i, sequence, nodes in zip(decoding, sequences, wanted):
-            if not nodes and not sequence.slack:
-                continue
-            span = rows[i].span._replace(follows=sequence.slack > 0)
+            slot, start = rows[i].span[:2]
             if nodes:
-                nodes = max(min(nodes, left, (len(sequence.pages) + pages) * size - span.start - 1), 0)
+                nodes = max(min(nodes, left, (len(sequence.pages) + pages) * size - start - 1), 0)
                 left -= nodes
-                end = span.start + 1 + nodes
-                pages -= max(pages_for(end, size) - len(sequence.pages), 0)
-                needs.append((sequence, end))
-            rows[i] = rows[i]._replace(span=span._replace(nodes=nodes))
+                end = start + 1 + nodes
+                if end > len(sequence.pages) * size:
+                    pages -= pages_for(end, size) - len(sequence.pages)
+                    needs.append((sequence, end))
+            guess = guessing and self._most_nodes(sequence) > 0
+            span = Span(slot, start, 1, True, nodes=nodes, guess=guess, follows=sequence.slack > 0)
+            rows[i] = _Row(sequence, span, sequence.stay)
         if needs:
             self._secure(needs)
 
@@ -497,6 +496,14 @@ class Engine:
                 first += count
         self._pool.clear(fresh)
 
+    def _give_back_pages(self) -> None:
+        """Give back what rejected drafts needed. As long as there is enough for all, the next ones do not ask anew."""
+        for sequence in self._running.values():
+            needed = pages_for(max(sequence.launched, len(sequence.tokens)), self._pool.page_size)
+            if needed < len(sequence.pages):
+                self._cache.release(sequence.pages[needed:])
+                del sequence.pages[needed:]
+
     def _preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue. It keeps its tokens, and computes again what is not cached."""
         self._vacate(sequence)
@@ -587,7 +594,7 @@ class Engine:
     ) -> str | None:
         """Append what the walk through a draft of so many nodes, so deep, brought, and note what became of it.
 
-        Pages that only rejected rows needed are given back. An error is returned if a draw failed before the end.
+        An error is returned if a draw failed before the end.
         """
         tokens = [token for token, status, _ in walked if not status]
         error = ERRORS.get(walked[-1][1])  # a walk ends where the draw fails
@@ -601,9 +608,6 @@ class Engine:
         assert self._drafting is not None
         self._drafting.observe(sequence, drafted[1], accepted)
         sequence.computed, sequence.launched = len(sequence.tokens) - 1, sequence.length - 1
-        needed = pages_for(max(sequence.launched, len(sequence.tokens)), self._pool.page_size)
-        self._cache.release(sequence.pages[needed:])
-        del sequence.pages[needed:]
         return None if output.finish_reason else error
 
     def _share(self, sequence: Sequence) -> None:
