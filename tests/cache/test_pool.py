@@ -61,9 +61,17 @@ def test_the_free_memory_of_this_machine_is_known() -> None:
 
 def test_page_tables_are_written_from_an_entry_on() -> None:
     pool = KVPool(torch.zeros(1, 2, 1, 8, 4, 1), slots=2)
+    pages = pool.page_table[1]
     pool.set_pages(1, 0, [5, 6])
     pool.set_pages(1, 2, [7])
     assert pool.page_table == [[], [5, 6, 7]]
+    assert pool.written == {1: 0}
+    pool.written.clear()
+    pool.set_pages(1, 2, [4, 3])
+    pool.set_pages(1, 1, [2])
+    assert pool.page_table == [[], [5, 2]]
+    assert pool.page_table[1] is pages
+    assert pool.written == {1: 1}
     assert (pool.num_pages, pool.page_size) == (8, 4)
 
 

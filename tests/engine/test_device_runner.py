@@ -134,6 +134,24 @@ def test_a_step_that_fails_leaves_no_trace_on_the_device(tiny_model: Path, monke
     assert run(engine, [following])["b", 0].tokens == expected
 
 
+def test_the_device_knows_the_pages_of_all_that_run(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of those who got other pages: from the prefix cache, after a preemption, after an upload that failed."""
+    engine = make_engine(tiny_model, DEVICE, DeviceRunner, pages=9)
+    runner = engine.runner
+    assert isinstance(runner, DeviceRunner)
+    for name, last in (("a", 10), ("b", 10), ("c", 30), ("d", 40)):
+        prompt = (*range(10, 18), last)
+        engine.add(Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)))
+    fails_once(engine, "_send", monkeypatch)
+    failed = engine.preemptions
+    while engine.has_unfinished:
+        engine.step()
+        runner._upload_pages()  # as the next step would
+        for sequence in engine._running.values():
+            assert runner._page_table[sequence.slot, : len(sequence.pages)].tolist() == sequence.pages
+    assert engine.preemptions > failed > 0
+
+
 def decoding(path: Path, slots: int = 3) -> tuple[DeviceRunner, SamplingState]:
     """A runner whose slots hold sequences of 4 tokens, the last one drawn."""
     engine = make_engine(path, DEVICE, DeviceRunner)

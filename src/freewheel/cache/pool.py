@@ -1,6 +1,6 @@
 """The memory of the key-value cache: its size, its tensors, and the page table of each slot."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,9 +104,9 @@ class KVPool:
     Attributes:
         layers: each layer's part of the storage.
         device: where the storage is.
-        page_table: for each slot its page numbers in position order; what lies behind a sequence's last page is left
-            over from earlier ones and never read. On the host, where steps are planned.
-        versions: for each slot how often its pages were written.
+        page_table: for each slot its page numbers in position order, on the host, where steps are planned. A slot keeps
+            its list, which the sequence that has the slot holds as its own.
+        written: slots whose pages were written, and from which entry on. Whoever keeps a copy elsewhere empties it.
     """
 
     def __init__(self, storage: Tensor, *, slots: int) -> None:
@@ -115,17 +115,18 @@ class KVPool:
         self.num_pages, self.page_size = storage.shape[3:5]
         self.device = storage.device
         self.page_table: list[list[int]] = [[] for _ in range(slots)]
-        self.versions = [0] * slots
+        self.written: dict[int, int] = {}
 
     @property
     def planes(self) -> Tensor:
         """[planes, num_pages, page_size, head_dim]: of each layer the keys of each head, then the values of each."""
         return self._storage.flatten(0, 2)
 
-    def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
-        """Write a slot's pages from entry ``first`` on."""
-        self.page_table[slot][first : first + len(pages)] = pages
-        self.versions[slot] += 1
+    def set_pages(self, slot: int, first: int, pages: Iterable[int]) -> None:
+        """Write a slot's pages from entry ``first`` to the last."""
+        self.page_table[slot][first:] = pages
+        if first < self.written.setdefault(slot, first):
+            self.written[slot] = first
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy keys and values from places to others, all at once; a place is ``page * page_size + offset``."""

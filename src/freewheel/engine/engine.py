@@ -3,6 +3,7 @@
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from math import isnan
 from operator import attrgetter
 from time import perf_counter
@@ -280,8 +281,7 @@ class Engine:
         queued = {sequence.key for sequence in self._waiting}
         assert known == parked | queued | self._running.keys(), "a sequence is lost"
         for sequence in self._running.values():
-            row = self._pool.page_table[sequence.slot][: len(sequence.pages)]
-            assert row == sequence.pages, "a page table differs from what its sequence holds"
+            assert self._pool.page_table[sequence.slot] is sequence.pages, "a page table is not what its sequence holds"
             size = self._pool.page_size
             assert sequence.computed <= len(sequence.pages) * size
             drafted = 0 if self._drafting is None else (1 + self.lookahead) * self.config.draft_nodes
@@ -333,18 +333,18 @@ class Engine:
             self._ranked = sorted(self._running.values(), key=_rank)
         size = self._pool.page_size
         rows: list[_Row] = []
-        short: list[Sequence] = []
+        short: list[tuple[Sequence, int]] = []
         for sequence in self._ranked:
             start, length = sequence.launched, sequence.length
             if length != start + 1 or length >= sequence.max_length or sequence.scoring:
                 return []
             if start == len(sequence.pages) * size:
-                short.append(sequence)
+                short.append((sequence, length))
             rows.append(_Row(sequence, Span(sequence.slot, start, 1, True), sequence.stay))
         if len(short) > self._cache.available:
             return []
         if short:
-            self._secure((sequence, sequence.length) for sequence in short)
+            self._secure(short)
         return rows
 
     def _draft(self, rows: list["_Row"], drafting: Drafting) -> None:
@@ -460,12 +460,12 @@ class Engine:
         sequence.slot = slot = self._slots.pop()
         self._cache.retain(offer.pages)
         sequence.node = offer.node
-        sequence.pages = list(offer.pages)
+        self._pool.set_pages(slot, 0, offer.pages)
+        sequence.pages = self._pool.page_table[slot]
         sequence.computed = sequence.launched = len(sequence.pages) * self._pool.page_size
         if not sequence.preempted:
             sequence.tokens = sequence.tokens.copy()
             sequence.cached_tokens = sequence.computed
-        self._pool.set_pages(slot, 0, sequence.pages)
         self._state.join(
             slot,
             sequence.request.params,
@@ -485,15 +485,15 @@ class Engine:
     def _secure(self, needs: Iterable[tuple[Sequence, int]]) -> None:
         """Make sure of pages for the first tokens, so many, of each sequence."""
         size = self._pool.page_size
-        missing = [(sequence, pages_for(tokens, size) - len(sequence.pages)) for sequence, tokens in needs]
-        fresh = self._cache.allocate(sum(count for _, count in missing if count > 0))
-        first = 0
+        missing = [
+            (sequence, count)
+            for sequence, tokens in needs
+            if (count := pages_for(tokens, size) - len(sequence.pages)) > 0
+        ]
+        fresh = self._cache.allocate(sum(count for _, count in missing))
+        left = iter(fresh)
         for sequence, count in missing:
-            if count > 0:
-                pages = fresh[first : first + count]
-                self._pool.set_pages(sequence.slot, len(sequence.pages), pages)
-                sequence.pages += pages
-                first += count
+            self._pool.set_pages(sequence.slot, len(sequence.pages), islice(left, count))
         self._pool.clear(fresh)
 
     def _give_back_pages(self) -> None:
@@ -618,8 +618,7 @@ class Engine:
         )
         sequence.node = node
         if replaced:
-            first, last = replaced[0], replaced[-1] + 1
-            self._pool.set_pages(sequence.slot, first, sequence.pages[first:last])
+            self._pool.set_pages(sequence.slot, replaced[0], sequence.pages[replaced[0] :])
         taken_over = node.depth * size - sequence.computed
         if taken_over > 0:
             sequence.computed += taken_over
