@@ -142,7 +142,7 @@ def test_the_device_knows_the_pages_of_all_that_run(tiny_model: Path, monkeypatc
     for name, last in (("a", 10), ("b", 10), ("c", 30), ("d", 40)):
         prompt = (*range(10, 18), last)
         engine.add(Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)))
-    fails_once(engine, "_send", monkeypatch)
+    fails_once(engine, "_write_pages", monkeypatch)
     failed = engine.preemptions
     while engine.has_unfinished:
         engine.step()

@@ -25,6 +25,7 @@ from freewheel.engine.device_runner import DeviceRunner
 from freewheel.engine.draft_step import GUESSED, DraftStep
 from freewheel.engine.drafting import DeviceDrafting, Guess, StepTimes, judged
 from freewheel.engine.engine import Engine
+from freewheel.engine.ring import Outbox
 from freewheel.ops import attention_gpu
 from freewheel.speculative import NgramIndex, draft
 
@@ -268,14 +269,14 @@ def test_tiles_are_those_of_the_rows_and_no_more_than_there_is_room_for(
         width=1,
         depth=nodes,
         lengths=torch.full((slots,), 10, device=device),
-        index=SimpleNamespace(extend=lambda *_: None, draft=lambda *_, **__: None),
+        index=SimpleNamespace(extend=lambda *_, **__: None, draft=lambda *_, **__: None),
     )
-    step = DraftStep(shared, size, rows, nodes, 1)
+    step = DraftStep(shared, size, rows, nodes, 1, Outbox(device))
     room = len(step._laid.tiles)
     guarded = torch.full((room + size, 4), -7, dtype=torch.int32, device=device)
     step._laid = step._laid._replace(tiles=guarded)  # kernels get the pointer
     step._tiles = room
-    step.put(list(range(len(counts))), counts)
+    step.put(list(range(len(counts))), [-1] * len(counts), counts)
     step._trees.counts[: len(counts)] = torch.tensor(counts, dtype=torch.int32)
     step.begin()
     assert (guarded[room:] == -7).all()

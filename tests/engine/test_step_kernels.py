@@ -1,6 +1,7 @@
 """How a decode step ends. Without a CUDA device the kernel runs in Triton's interpreter."""
 
 import os
+import random
 import subprocess
 import sys
 from typing import Any
@@ -13,9 +14,9 @@ from freewheel.sampling import SamplingParams, SamplingState, tables
 pytest.importorskip("triton", reason="Triton is made for Linux only")
 
 from freewheel.engine import step_kernels
-from freewheel.engine.ring import Ring
+from freewheel.engine.ring import OUTBOX_PLACES, OUTBOX_WORDS, Outbox, Ring
 from freewheel.engine.step_kernels import StepInputs
-from freewheel.ops.launch import dependent_launch
+from freewheel.ops.launch import dependent_launch, launch
 from freewheel.sampling.fused import sequences_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -25,11 +26,11 @@ COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from freewheel.engine.draft_kernels import DraftInputs, DraftRows, Guesses, compact, judge, lay_out, settle
-from freewheel.engine.step_kernels import StepInputs, advance
+from freewheel.engine.step_kernels import StepInputs, advance, write_pages
 from freewheel.sampling.fused import Sequences
 from freewheel.speculative.draft_kernels import Trees
 
-types = {name: "*i64" for name in "tokens sampled ring lengths history".split()}
+types = {name: "*i64" for name in "tokens sampled ring lengths history changes".split()}
 types |= {
     "statuses": "*u8", "paths": "*i32", "page_table": "*i32", "storage": "*bf16",
     "sequences": Sequences("*i64", "i32", "*i64", "*i32", "*i32", "i32", "i32"),
@@ -39,11 +40,12 @@ types |= {
 sizes = {"NODES": 5, "PADDED": 8, "PLACES": 9}
 for kernel, inputs, constants in [
     (advance, StepInputs(*["*i64"] * 5), {"CHAINED": True}),
-    (lay_out, DraftInputs(*["*i64"] * 3), {"SEQUENCES": 4, "ROWS": 16, "TILES": 2, "TILE_ROWS": 4}),
-    (settle, DraftInputs(*["*i64"] * 3), {"DRAFTS": True}),
-    (settle, DraftInputs(*["*i64"] * 3), {"NODES": 1, "PADDED": 2, "DRAFTS": False}),
-    (judge, DraftInputs(*["*i64"] * 3), {"GUESSED": 8}),
-    (compact, DraftInputs(*["*i64"] * 3), {"PAGE_SIZE": 16, "HEAD_DIM": 80, "DIM": 128}),
+    (write_pages, None, {"TILE": 128}),
+    (lay_out, DraftInputs(*["*i64"] * 4), {"SEQUENCES": 4, "ROWS": 16, "TILES": 2, "TILE_ROWS": 4}),
+    (settle, DraftInputs(*["*i64"] * 4), {"DRAFTS": True}),
+    (settle, DraftInputs(*["*i64"] * 4), {"NODES": 1, "PADDED": 2, "DRAFTS": False}),
+    (judge, DraftInputs(*["*i64"] * 4), {"GUESSED": 8}),
+    (compact, DraftInputs(*["*i64"] * 4), {"PAGE_SIZE": 16, "HEAD_DIM": 80, "DIM": 128}),
 ]:
     constants = {name: size for name, size in sizes.items() if name in kernel.arg_names} | constants
     given = {**types, "inputs": inputs}
@@ -86,7 +88,33 @@ def test_tokens_go_to_sequences_and_host_and_rows_move_on() -> None:
     assert counts[[10, 11]].tolist() == [2, 1]
 
 
+@pytest.mark.parametrize("count", [0, 1, 5, 8, 16])
+def test_pages_go_to_their_entries(count: int) -> None:
+    table = torch.full((4, 8), -1, dtype=torch.int32, device=DEVICE)
+    entries, pages = random.Random(count).sample(range(32), count), [7 * i + 1 for i in range(count)]
+    outbox = Outbox(DEVICE)
+    launch(step_kernels.write_pages, (3,), 1, outbox.write([entries, pages]), table, count, 8)
+    outbox.sent()
+    expected = [-1] * 32
+    for entry, page in zip(entries, pages):
+        expected[entry] = page
+    assert table.flatten().tolist() == expected
+
+
+def test_what_was_written_stays_until_all_places_were_taken() -> None:
+    outbox, written = Outbox(DEVICE), []
+    for number in range(OUTBOX_PLACES):
+        written.append(outbox.write([[number, 1], [2, 3]]))
+        outbox.sent()
+    assert [numbers.tolist() for numbers in written] == [[[number, 1], [2, 3]] for number in range(OUTBOX_PLACES)]
+    assert outbox.write([[9]]).data_ptr() == written[0].data_ptr()
+    with pytest.raises(ValueError, match="reshape"):
+        outbox.write([[0] * (OUTBOX_WORDS + 1)])
+
+
 def test_kernels_compile_without_a_device() -> None:
     """The interpreter knows no types."""
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=COMPILED)
-    assert done.stdout.split() == ["advance", "lay_out", "settle", "settle", "judge", "compact"], done.stderr
+    assert done.stdout.split() == ["advance", "write_pages", "lay_out", "settle", "settle", "judge", "compact"], (
+        done.stderr
+    )

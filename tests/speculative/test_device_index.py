@@ -26,7 +26,7 @@ from freewheel.speculative.draft_kernels import Paths, Tables, Trees, draft, ext
 types = {
     "tables": Tables("*i64", "*i64", *["*i32"] * 5, "i32", "i32"), "slots": "*i64", "most_nodes": "*i64",
     "most_depths": "*i32", "trees": Trees("*i64", "*i32", "*i32", "*i64", "*i32"), "starts": "*i32", "sampled": "*i64",
-    "paths": Paths("*i32", "*i64", "*i32"),
+    "paths": Paths("*i32", "*i64", "*i32"), "told": "*i64",
 }
 for kernel, constants in [
     (extend, {"SHIFT": 20, "TILE": 16}),
@@ -68,13 +68,14 @@ class Both:
         self.host: dict[int, NgramIndex] = {}
         self.make = lambda: NgramIndex(max_length, **options)
 
-    def add(self, slot: int, tokens: list[int]) -> None:
+    def add(self, slot: int, tokens: list[int], tell: bool = True) -> None:
         if slot not in self.host:
             self.host[slot] = self.make()
         start = len(self.host[slot])
         self.host[slot].extend(tokens)
         self.tokens[slot, start : start + len(tokens)] = torch.tensor(tokens)
-        self.lengths[slot] = start + len(tokens)
+        if tell:
+            self.lengths[slot] = start + len(tokens)
 
     def clear(self, slot: int) -> None:
         del self.host[slot]
@@ -133,6 +134,19 @@ def test_what_is_indexed_is_the_same_however_it_came() -> None:
         assert device.indexed.tolist() == [[0] * 3, [150] * 3]
         tables.append(device)
     assert all((table.heads[0] == -1).all() for table in tables), "the other slot is as it was"
+
+
+def test_lengths_may_be_told_with_what_is_to_be_indexed() -> None:
+    tokens, both = text(Random(2), 40, 4), Both(3, 60, **SMALL)
+    for slot in (0, 2):
+        both.add(slot, tokens[:10])
+    both.device.extend(ints(0, 2))
+    both.add(0, tokens[10:], tell=False)
+    both.add(2, tokens[10:30])
+    both.device.extend(ints(2, -1, 0), told=ints(-1, 9, 40).long())
+    assert both.lengths.tolist() == [40, 0, 30]
+    for slot in (0, 2):
+        assert both.device.tables.previous[slot].tolist() == both.host[slot].previous.tolist()
 
 
 def test_walks_are_those_of_the_host() -> None:

@@ -24,17 +24,21 @@ from freewheel.config import MOST_LOOKAHEAD, EngineConfig
 from freewheel.engine.buckets import BUCKETS, CHUNKS, bucket_for, buckets, chunk_sizes, draft_rows, draft_step
 from freewheel.engine.draft_step import GUESSED, DeviceDrafts, Drafted, DraftStep
 from freewheel.engine.engine import MAX_SCORED_ROWS
+from freewheel.engine.ring import OUTBOX_WORDS, Outbox
 from freewheel.engine.runner import Brought, InFlight, Launched, Runner, Span, StepResult
 from freewheel.engine.scheduler import pages_for
 from freewheel.engine.step import Captured, Decoded, DecodeStep, even, pinned
+from freewheel.engine.step_kernels import write_pages
 from freewheel.models.decoder import Decoder, kv_cache_shape
 from freewheel.models.fused_decoder import FusedDecoder, Rows
 from freewheel.ops.attention_gpu import plan_tiles
+from freewheel.ops.launch import launch
 from freewheel.sampling import Logprobs, Sampler
 
 MOST_WANTED = 32  # rows of a captured chunk that have logits
 RARE = 4  # times that a demand is met before its step is captured; at least once, which compiles its kernels
 TIMED = 5  # runs by which a step is timed when it is prepared
+PAGES_A_PROGRAM = 128  # that are written
 MOST_WHOLE = 16  # captured for a number of rows; that which was not needed for longest makes room
 
 
@@ -100,6 +104,7 @@ class DeviceRunner(Runner):
         # launched right after them, log probabilities by the copies to the host. What lasts was not allocated during a
         # capture: inputs, ring, cache, history, and the sampler's tables and workspace.
         self._memory = torch.cuda.graph_pool_handle() if self._graphs else None
+        self._outbox = Outbox(pool.device)
         self._steps: dict[int, DecodeStep] = {}
         self._draft_steps: dict[tuple[int, int], DraftStep] = {}
         self._drafts: DeviceDrafts | None = None
@@ -132,6 +137,7 @@ class DeviceRunner(Runner):
     @torch.inference_mode()
     def _rehearse_prompts(self) -> None:
         self._fused(*idle_chunk(self._fused, 2, 1))
+        self._write_pages([], [])
         if self._graphs:
             for rows in reversed(self._chunk_sizes):
                 self._chunk(rows)
@@ -149,7 +155,7 @@ class DeviceRunner(Runner):
     def _rehearse_step(self, key: tuple[int, int], step: Decode) -> None:
         """Prepare a step; where it is captured, note what it takes with idle rows."""
         step.forget()
-        step.put([], [])
+        _idle(step)
         self._sample(step, self._forward(step))
         if not self._graphs:
             self._wait()
@@ -202,29 +208,30 @@ class DeviceRunner(Runner):
         if self._drafts is not None and any(span.nodes or span.follows or span.guess for span in spans):
             nodes = [span.nodes for span in spans]
             step = self._draft_step(*draft_step(len(spans), sum(nodes), self._most_nodes, self._most_rows))
-            self._know_lengths(spans, self._drafts)
-            step.put(slots, nodes if any(nodes) else [GUESSED * span.guess for span in spans])
+            lengths = self._lengths_to_tell(spans, self._drafts)
+            step.put(slots, lengths, nodes if any(nodes) else [GUESSED * span.guess for span in spans])
         else:
             step = self._step(bucket_for(len(spans)))
             step.put(slots, [span.start for span in spans])
         logprobs = self._replay(step) if self._graphs else self._sample(step, self._forward(step))
         return step.launched(logprobs)
 
-    def _know_lengths(self, spans: Sequence[Span], drafts: DeviceDrafts) -> None:
-        """Tell the device how long sequences are, where it has not made them so long itself; index what is new."""
-        told = [span for span in spans if not span.follows and self._lengths.get(span.slot) != span.start + 1]
-        if told:
-            slots, lengths = self._upload([span.slot for span in told], [span.start + 1 for span in told])
-            entered = [span.slot for span in told if span.slot in self._entered]
-            if entered:
-                drafts.clear(self._upload(entered)[0])
-            drafts.know(slots, lengths)
-            self._entered.difference_update(entered)
+    def _lengths_to_tell(self, spans: Sequence[Span], drafts: DeviceDrafts) -> list[int]:
+        """How long sequences are where the device has not made them so long itself; else -1. New ones are indexed."""
+        told = [
+            -1 if span.follows or self._lengths.get(span.slot) == span.start + 1 else span.start + 1 for span in spans
+        ]
+        if self._entered:
+            new = [(span.slot, length) for span, length in zip(spans, told) if span.slot in self._entered]
+            if new:
+                drafts.enter(*self._upload(*map(list, zip(*new))))
+                self._entered.difference_update(slot for slot, _ in new)
         for span in spans:
             if span.nodes or span.follows:
                 self._lengths.pop(span.slot, None)
             else:
                 self._lengths[span.slot] = span.start + 2
+        return told
 
     def _forward(self, step: Decode) -> Tensor:
         step.begin()
@@ -239,7 +246,7 @@ class DeviceRunner(Runner):
     def _step(self, rows: int) -> DecodeStep:
         """The decode step of so many rows; its decoder is captured when it is first asked for."""
         if rows not in self._steps:
-            step = DecodeStep(self._sampler.state, rows, self._places)
+            step = DecodeStep(self._sampler.state, rows, self._places, self._outbox)
             self._prepare(step)
             self._steps[rows] = step  # only now: a capture may fail
         return self._steps[rows]
@@ -249,13 +256,13 @@ class DeviceRunner(Runner):
         assert self._drafts is not None
         key = sequences, rows
         if key not in self._draft_steps:
-            step = DraftStep(self._drafts, sequences, rows, self._most_nodes, self._places)
+            step = DraftStep(self._drafts, sequences, rows, self._most_nodes, self._places, self._outbox)
             self._prepare(step)
             self._draft_steps[key] = step
         return self._draft_steps[key]
 
     def _prepare(self, step: Decode) -> None:
-        step.put([], [])  # all idle: what a rehearsal computes goes nowhere
+        _idle(step)
         if self._graphs:
             self._forward(step)  # compiles kernels and picks products, which capturing must not see
             step.graphs.decoder = self._capture(lambda: self._forward(step))
@@ -349,20 +356,26 @@ class DeviceRunner(Runner):
             row = self._pool.page_table[slot]
             places += range(slot * max_pages + first, slot * max_pages + len(row))
             pages += row[first:]
-        if places:
-            sent = self._send([places, pages])
-            self._page_table.put_(sent[0], sent[1].int())
+        most = OUTBOX_WORDS // 2
+        for first in range(0, len(places), most):
+            self._write_pages(places[first : first + most], pages[first : first + most])
         written.clear()  # only now: an upload may fail
+
+    def _write_pages(self, places: list[int], pages: list[int]) -> None:
+        grid = (max(-(-len(pages) // PAGES_A_PROGRAM), 1),)
+        launch(write_pages, grid, 1, self._outbox.write([places, pages]), self._page_table, len(pages), PAGES_A_PROGRAM)
+        self._outbox.sent()
 
     def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:
         count = len(columns[0])
         padded = [column + [0] * (even(count) - count) for column in columns]
-        return self._send(padded)[:, :count].unbind()
+        numbers = torch.from_numpy(np.array(padded, dtype=np.int64))  # which reads lists faster
+        return pinned(numbers, self._device).to(self._device, non_blocking=True)[:, :count].unbind()
 
-    def _send(self, columns: Sequence[list[int]]) -> Tensor:
-        """Lists of one length as int64 [columns, n], in one copy. By way of NumPy, which reads lists faster."""
-        numbers = torch.from_numpy(np.array(columns, dtype=np.int64))
-        return pinned(numbers, self._device).to(self._device, non_blocking=True)
+
+def _idle(step: Decode) -> None:
+    """What a rehearsal computes goes nowhere."""
+    step.put(*([[], [], []] if isinstance(step, DraftStep) else [[], []]))
 
 
 def idle_chunk(fused: FusedDecoder, rows: int, logit_rows: int) -> tuple[Rows, Tensor]:

@@ -27,11 +27,13 @@ class DraftInputs(NamedTuple):
 
     Attributes:
         slots: of each; -1 of idle ones, which come last.
+        lengths: that they have from now on; -1 where the device knows.
         most_nodes: that may be drafted.
         places: where in the ring the results go.
     """
 
     slots: Any
+    lengths: Any
     most_nodes: Any
     places: Any
 
@@ -212,6 +214,7 @@ def settle(
         tl.store(result + 2, met.to(tl.int64))
         tl.store(lengths + slot, tl.minimum(length + met, sequences.max_length))
         tl.store(inputs.places + own, tl.where(place + 1 < PLACES, place + 1, 0))
+        tl.store(inputs.lengths + own, tl.full([], -1, tl.int64))
         if met <= NODES:
             tl.store(path + met, -1)
     else:

@@ -9,9 +9,9 @@ from torch import Tensor
 from freewheel.cache.pool import KVPool
 from freewheel.engine import draft_kernels as kernels
 from freewheel.engine.draft_kernels import DraftInputs, DraftRows, Guesses
-from freewheel.engine.ring import Ring
+from freewheel.engine.ring import Outbox, Ring
 from freewheel.engine.runner import StepResult, by_row, on_its_way
-from freewheel.engine.step import Graphs, even, pinned
+from freewheel.engine.step import Graphs, even
 from freewheel.models.fused_decoder import Rows
 from freewheel.ops.launch import launch, power
 from freewheel.request import TokenLogprobs
@@ -57,15 +57,11 @@ class DeviceDrafts:
             lengths=torch.zeros_like(self.lengths),
         )
 
-    def clear(self, slots: Tensor) -> None:
-        """Forget what was in slots, int64 [n]: others are to come."""
+    def enter(self, slots: Tensor, lengths: Tensor) -> None:
+        """Other sequences are in these slots, and so long; int64 [n] both."""
         self.index.clear(slots)
         self.guesses.lengths[slots] = 0
-
-    def know(self, slots: Tensor, lengths: Tensor) -> None:
-        """So many tokens are known in slots, int64 [n] both: not fewer than before, unless these were cleared."""
-        self.lengths[slots] = lengths
-        self.index.extend(slots, many=True)
+        self.index.extend(slots, told=lengths, many=True)
 
 
 class DraftStep:
@@ -78,14 +74,17 @@ class DraftStep:
         nodes: most of a tree; without effect if there are no more rows than sequences: then nobody drafts. The step is
             for those who have yet to learn how long they are, and for guesses, which take no rows.
         places: of its ring.
+        outbox: by which it is told.
 
     Attributes:
         rows, sample_rows: for decoder and sampler.
         ring: where the results go.
     """
 
-    def __init__(self, drafts: DeviceDrafts, sequences: int, rows: int, nodes: int, places: int) -> None:
-        device, self._drafts = drafts.pool.device, drafts
+    def __init__(
+        self, drafts: DeviceDrafts, sequences: int, rows: int, nodes: int, places: int, outbox: Outbox
+    ) -> None:
+        device, self._drafts, self._outbox = drafts.pool.device, drafts, outbox
         self._drafting = rows > sequences
         self._sequences, self._nodes = sequences, nodes if self._drafting else 1
         self._tile_rows = tile_rows = drafts.rows_per_tile(-(-rows // sequences))
@@ -117,21 +116,26 @@ class DraftStep:
         self._put: tuple[list[int], list[int]] = ([], [])
         self._expected: tuple[list[int], list[int]] | None = None  # slots and nodes that the inputs have
 
-    def put(self, slots: list[int], most_nodes: list[int]) -> None:
-        """Let it have these sequences, and so many nodes for each, for which there are rows; the others are idle.
+    def put(self, slots: list[int], lengths: list[int], most_nodes: list[int]) -> None:
+        """Let it have these sequences, for which there are rows; the others are idle.
 
-        Where nobody drafts, any number of nodes asks for a guess.
+        Args:
+            slots: of sequences.
+            lengths: of each; -1 where the device knows.
+            most_nodes: for each. Where nobody drafts, any number asks for a guess.
         """
         self._put, expected, self._expected = (slots, most_nodes), self._expected, None  # should anything below fail
-        if expected == self._put:
+        if expected == self._put and max(lengths, default=-1) < 0:
             return
-        idle = self._inputs.shape[1] - len(slots)
+        idle = [-1] * (self._inputs.shape[1] - len(slots))
         columns = DraftInputs(
-            slots=slots + [-1] * idle,
-            most_nodes=most_nodes + [0] * idle,
+            slots=slots + idle,
+            lengths=lengths + idle,
+            most_nodes=most_nodes + [0] * len(idle),
             places=[self.ring.place] * self._inputs.shape[1],
         )
-        self._inputs.copy_(pinned(torch.tensor(columns), self._inputs.device), non_blocking=True)
+        self._inputs.copy_(self._outbox.write(columns), non_blocking=True)
+        self._outbox.sent()
 
     def forget(self) -> None:
         """A step failed: the device may have other inputs than expected."""
@@ -140,7 +144,7 @@ class DraftStep:
     def begin(self) -> None:
         """Draft, and lay out the rows."""
         drafts, slots = self._drafts, self._columns.slots
-        drafts.index.extend(slots)
+        drafts.index.extend(slots, told=self._columns.lengths)
         total, tiles, history = len(self._laid.slots), self._tiles, drafts.state.history
         if self._found is None:
             drafts.index.draft(slots, self._columns.most_nodes, self._depths, self._trees, width=drafts.width)

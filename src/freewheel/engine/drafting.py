@@ -180,6 +180,7 @@ class StepTimes:
 
     def __init__(self, measured: Mapping[tuple[int, int], float], nodes: int, most_rows: int) -> None:
         self._measured, self._nodes, self._most_rows = measured, nodes, most_rows
+        self._keys: dict[int, list[tuple[int, int]]] = {}  # of steps, by the sequences they are made for
         self._slowness: dict[tuple[int, int], float] = {}  # relative to what was measured
         self._host: dict[tuple[int, int], float] = {}
 
@@ -189,8 +190,9 @@ class StepTimes:
         First the plain one, then that in which nobody drafts, but some have yet to learn how long they are.
         """
         size = bucket_for(sequences)
-        keys = [(size, rows) for rows in (0, size, *draft_rows(size, self._nodes, self._most_rows))]
-        return list(zip((sequences, sequences, *(rows for _, rows in keys[2:])), map(self._seconds, keys)))
+        if size not in self._keys:
+            self._keys[size] = [(size, rows) for rows in (0, size, *draft_rows(size, self._nodes, self._most_rows))]
+        return [(rows if rows > size else sequences, self._seconds((size, rows))) for _, rows in self._keys[size]]
 
     def observe(self, sequences: int, nodes: int, drafts: bool, device: float | None, host: float) -> None:
         """Note what a step took for so many sequences, with so many nodes in all if any of them ``drafts``.
@@ -317,7 +319,7 @@ class DeviceDrafting:
             if acceptance := sequences[chosen].acceptance:
                 acceptance.be_open()
         self._plan = {sequence.key: nodes for sequence, nodes in zip(sequences, best)}
-        self._good_for, self._changed = 1 + len(sequences) // REVIEWED, False
+        self._good_for, self._changed = 2 + len(sequences) // REVIEWED, False
         if any(best):
             return
         shortest = self._shortest_pause(len(sequences))

@@ -1,7 +1,45 @@
-"""Where results arrive on the host."""
+"""Where results arrive on the host, and where the device finds what it is told: host memory, used again and again."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+
+OUTBOX_PLACES = 32
+OUTBOX_WORDS = 8192
+
+
+class Outbox:
+    """Places in host memory for what the host tells the device, taken in turn.
+
+    One is taken again only when the device has read it, which it did long ago as a rule. To allocate such memory each
+    time takes longer than all that happens here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._words = torch.zeros(OUTBOX_PLACES, OUTBOX_WORDS, dtype=torch.int64, pin_memory=cuda)
+        self._numbers: list[np.ndarray] = list(self._words.numpy())
+        self._read = [torch.cuda.Event() for _ in range(OUTBOX_PLACES)] if cuda else []
+        self._device = device
+        self._next = 0
+
+    def write(self, columns: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Lists of one length, of ``OUTBOX_WORDS`` in all at most, as int64 [columns, length] in the next place.
+
+        Call :meth:`sent` when what reads it has been launched.
+        """
+        if self._read:
+            self._read[self._next].synchronize()
+        count, length = len(columns), len(columns[0])
+        self._numbers[self._next][: count * length].reshape(count, length)[:] = columns
+        return self._words[self._next, : count * length].view(count, length)
+
+    def sent(self) -> None:
+        """Go on to the next place."""
+        if self._read:
+            self._read[self._next].record(torch.cuda.current_stream(self._device))
+        self._next = (self._next + 1) % OUTBOX_PLACES
 
 
 class Ring:

@@ -7,7 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from freewheel.engine.ring import Ring
+from freewheel.engine.ring import Outbox, Ring
 from freewheel.engine.runner import StepResult, by_row, on_its_way
 from freewheel.engine.step_kernels import StepInputs, advance
 from freewheel.models.fused_decoder import Rows
@@ -51,14 +51,15 @@ class DecodeStep:
         state: of the sampler.
         count: of rows.
         places: of its ring.
+        outbox: by which it is told.
 
     Attributes:
         rows, sample_rows: for decoder and sampler.
         ring: where the results go.
     """
 
-    def __init__(self, state: SamplingState, count: int, places: int) -> None:
-        device = state.device
+    def __init__(self, state: SamplingState, count: int, places: int, outbox: Outbox) -> None:
+        device, self._outbox = state.device, outbox
         self._state, self._spare_slot = state, len(state.history) - 1
         self._inputs = torch.zeros(len(StepInputs._fields), even(count), dtype=torch.int64, device=device)
         self._columns = columns = StepInputs(*self._inputs[:, :count].unbind())
@@ -86,7 +87,8 @@ class DecodeStep:
             sample_slots=[*slots, *(self._spare_slot for _ in idle)],
             places=[*(self.ring.place for _ in slots), *idle],
         )
-        self._inputs.copy_(pinned(torch.tensor(columns), self._inputs.device), non_blocking=True)
+        self._inputs.copy_(self._outbox.write(columns), non_blocking=True)
+        self._outbox.sent()
 
     def forget(self) -> None:
         """A step failed: the device may have other inputs than expected."""

@@ -13,6 +13,15 @@ from triton.language.extra.cuda import gdc_wait
 from freewheel.sampling.edit_kernels import add_token
 
 
+@triton.jit(do_not_specialize=["count"])
+def write_pages(changes, page_table, count, TILE: tl.constexpr):
+    """Write pages to entries of the flat ``page_table``: int64 [2, count] are entries and pages, in host memory."""
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    entry = tl.load(changes + i, mask=i < count, other=0)
+    page = tl.load(changes + count + i, mask=i < count, other=0)
+    tl.store(page_table + entry, page.to(tl.int32), mask=i < count)
+
+
 class StepInputs(NamedTuple):
     """What a decode step is told of its rows: int64 [rows] each.
 

@@ -64,16 +64,17 @@ class DeviceIndex:
         self.tables.heads[slots] = -1
         self.tables.indexed[slots] = 0
 
-    def extend(self, slots: Tensor, *, many: bool = False) -> None:
+    def extend(self, slots: Tensor, *, told: Tensor | None = None, many: bool = False) -> None:
         """Index new tokens.
 
         Args:
             slots: int32 or int64 [rows], all different; -1 for none.
+            told: int64 [rows], how many tokens are known, which is written to ``lengths``; -1 where these are right.
             many: they are more than a few.
         """
         grid = len(slots), len(self.tables.orders)
         tile, warps = (MANY_TOKENS, 8) if many else (FEW_TOKENS, 1)
-        launch(kernels.extend, grid, warps, self.tables, slots, self._shift, tile)
+        launch(kernels.extend, grid, warps, self.tables, slots, told, self._shift, tile)
 
     def draft(self, slots: Tensor, most_nodes: Tensor, most_depths: Tensor, out: Trees, *, width: int) -> None:
         """Draft what may follow the tokens in slots, which have been indexed.

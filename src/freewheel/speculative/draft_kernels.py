@@ -70,13 +70,21 @@ class Paths(NamedTuple):
 
 
 @triton.jit
-def extend(tables, slots, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """Index the tokens of each row's slot, TILE positions of a level at a time. Slot -1 is none."""
+def extend(tables, slots, told, SHIFT: tl.constexpr, TILE: tl.constexpr):
+    """Index the tokens of each row's slot, TILE positions of a level at a time. Slot -1 is none.
+
+    ``told`` is None, or how many these are; or -1: as many as ``lengths`` has.
+    """
     slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
     if slot >= 0:
         place = slot * tl.num_programs(1) + tl.program_id(1)
         order = tl.load(tables.orders + tl.program_id(1))
-        end = tl.load(tables.lengths + slot).to(tl.int32)
+        end = tl.load(tables.lengths + slot)
+        if told is not None:
+            known = tl.load(told + tl.program_id(0))
+            end = tl.where(known >= 0, known, end)
+            tl.store(tables.lengths + slot, end)  # the same from the program of each level
+        end = end.to(tl.int32)
         tokens = tables.tokens + slot * tables.max_length
         heads = tables.heads + place * tables.buckets
         previous = tables.previous + place * tables.max_length
