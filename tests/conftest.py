@@ -5,11 +5,16 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are the parallelism: more threads only wait
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
+import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from safetensors.torch import load_file, save_file
 from tiny import make_tiny_llama
 
 if not torch.cuda.is_available():
@@ -24,6 +29,37 @@ settings.load_profile("freewheel")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random Llama (see tests/tiny.py)."""
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def copying_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One in which a token depends above all on the one before it, so that the same ones come again and again."""
+    folder = tmp_path_factory.mktemp("models") / "copying"
+    shutil.copytree(tiny_model, folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if "o_proj" in name or "down_proj" in name:
+            weight.mul_(0.1)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def many_drafts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as may be, or shorter, or none, whether or not they pay."""
+    if "real_drafting" in request.fixturenames:
+        return
+    from freewheel.engine.drafting import DeviceDrafting
+
+    rng = random.Random(1)
+
+    def nodes(drafting: DeviceDrafting, sequences: list[Any], most: Callable[[Any], int]) -> list[int]:
+        room = [min(most(sequence), drafting._most_nodes) for sequence in sequences]
+        wanted = [count and rng.choice([0, 1, 1, rng.randint(1, count), count]) for count in room]
+        drafting.guessing = not any(wanted)
+        return wanted
+
+    monkeypatch.setattr(DeviceDrafting, "nodes", nodes)
 
 
 @pytest.fixture

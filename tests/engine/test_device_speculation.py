@@ -1,8 +1,6 @@
 """An engine whose device drafts gives the answers of one that does not. Without a device kernels are interpreted."""
 
 import itertools
-import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from freewheel.engine.runner import Runner
 from freewheel.request import Request, Sequence
@@ -38,35 +35,6 @@ ASKED: list[tuple[list[int], dict[str, Any]]] = [
     ([40, 41, 42, 43], {"temperature": 0.0, "max_tokens": 6, "prompt_logprobs": 1}),
     ([222, 222, 222], {"temperature": 0.0, "max_tokens": 25}),
 ]
-
-
-@pytest.fixture(scope="module")
-def copying_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One in which a token depends above all on the one before it, so that the same ones come again and again."""
-    folder = tmp_path_factory.mktemp("models") / "copying"
-    shutil.copytree(tiny_model, folder)
-    weights = load_file(folder / "model.safetensors")
-    for name, weight in weights.items():
-        if "o_proj" in name or "down_proj" in name:
-            weight.mul_(0.1)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-@pytest.fixture
-def many_drafts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as may be, or shorter, or none, whether or not they pay."""
-    if "real_drafting" in request.fixturenames:
-        return
-    rng = random.Random(1)
-
-    def nodes(drafting: DeviceDrafting, sequences: list[Sequence], most: Callable[[Sequence], int]) -> list[int]:
-        room = [min(most(sequence), drafting._most_nodes) for sequence in sequences]
-        wanted = [count and rng.choice([0, 1, 1, rng.randint(1, count), count]) for count in room]
-        drafting.guessing = not any(wanted)
-        return wanted
-
-    monkeypatch.setattr(DeviceDrafting, "nodes", nodes)
 
 
 @pytest.fixture
