@@ -141,10 +141,12 @@ def build_parser() -> argparse.ArgumentParser:
     divergence = kinds.add_parser("divergence", help="what a cheaper number format costs in exactness")
     sampler = kinds.add_parser("sampler", help="from logits to tokens, beside torch's ways")
     speculation = kinds.add_parser("speculation", help="with drafts and without, where they help and where they can't")
+    links = kinds.add_parser("links", help="what a step of speculation waits for, by where its drafts come from")
     index = kinds.add_parser("index", help="what drafting takes by itself, by the length of the context")
     from freewheel.bench import decode as bench_decode
     from freewheel.bench import divergence as bench_divergence
     from freewheel.bench import index as bench_index
+    from freewheel.bench import links as bench_links
     from freewheel.bench import sampler as bench_sampler
     from freewheel.bench import speculation as bench_speculation
     from freewheel.bench import start as bench_start
@@ -156,6 +158,7 @@ def build_parser() -> argparse.ArgumentParser:
         (sampler, bench_sampler),
         (speculation, bench_speculation),
         (index, bench_index),
+        (links, bench_links),
     )
     for command_parser, benchmark in benchmarks:
         benchmark.add_arguments(command_parser)
