@@ -183,6 +183,14 @@ class Sequence:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length
 
     @property
+    def sound(self) -> bool:
+        """Whether a token was drawn after the prompt, or all of it is scored: so its keys and values are no NaN.
+
+        If one is, so are those of all rows of its chunk, earlier ones as well, and must not become anyone else's.
+        """
+        return len(self.tokens) > self.prompt_length or (self.prompt_logprobs is not None and not self.scoring)
+
+    @property
     def reusable(self) -> int:
         """How many of its first tokens may come from someone else's pages: it needs the logits of all later rows."""
         if self.scoring and self.prompt_logprobs is not None:

@@ -83,6 +83,12 @@ def test_cleared_pages_hold_nothing_of_their_last_holder_and_others_are_left() -
         assert layer[:, :, [0, 2, 3, 4, 5, 7]].isnan().all()
 
 
+def test_pages_that_only_kernels_read_stay_as_they_are() -> None:
+    pool = KVPool(torch.full((1, 2, 1, 8, 4, 5), torch.nan), slots=2, clears=False)
+    pool.clear([6, 1])
+    assert pool.layers[0].isnan().all()
+
+
 def test_places_are_moved_at_once_and_cleared_in_all_layers() -> None:
     content = torch.randn(3, 2, 2, 8, 4, 5)
     pool = KVPool(content.clone(), slots=2)

@@ -11,7 +11,8 @@ import torch
 
 from freewheel.cache.pool import KVPool
 from freewheel.config import MOST_LOOKAHEAD, EngineConfig
-from freewheel.engine.build import runner_for
+from freewheel.engine.build import build_engine, runner_for
+from freewheel.engine.drafting import DeviceDrafting
 from freewheel.engine.engine import Engine
 from freewheel.engine.runner import InFlight, Runner, Span
 from freewheel.models.decoder import kv_cache_shape
@@ -281,6 +282,99 @@ def test_whole_steps_are_captured_for_demands_that_recur(
         assert [*runner._steps[1].graphs.whole.values()] == captured[-1:]
         steps.read()
     assert len(captured) == 4, "the decoder, and each demand"
+
+
+def test_a_step_that_cannot_be_captured_is_launched_in_parts(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, captured: list[Any]
+) -> None:
+    """And said once; it is not tried again and again."""
+    runner, state = decoding(tiny_model)
+    runner._graphs = True
+    steps, tried = Decoding(runner, state), []
+
+    def fails(*_: object) -> None:
+        tried.append(1)
+        raise RuntimeError("out of memory")
+
+    for _ in range(device_runner.RARE):
+        steps.launch(0, 1)
+    monkeypatch.setattr(DeviceRunner, "_capture", fails)
+    with pytest.warns(UserWarning, match="could not be captured: out of memory"):
+        steps.launch(0, 1)
+    for _ in range(2):
+        steps.launch(0, 1)
+    assert len(tried) == 1
+    steps.read()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"speculation": True, "draft_nodes": 4}])
+def test_graphs_and_look_ahead_change_no_token(
+    copying_model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one, and no step waits for the device but for its results."""
+    if options:
+        plan = DeviceDrafting.nodes
+
+        def nodes(drafting: DeviceDrafting, sequences: list[Any], most: Callable[[Any], int]) -> list[int]:
+            plan(drafting, sequences, most)
+            return [min(3, most(sequence)) for sequence in sequences]
+
+        monkeypatch.setattr(DeviceDrafting, "nodes", nodes)
+
+    def make(graphs: bool, lookahead: int) -> Engine:
+        config = EngineConfig(max_model_len=128, max_num_seqs=4, lookahead=lookahead, graphs=graphs, **options)
+        return build_engine(model, config)
+
+    model = load(copying_model, dtype="float32", device="cuda")
+    params: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"top_k": 9, "top_p": 0.8},
+        {"frequency_penalty": 0.5},
+        {"logprobs": 2, "temperature": 0.3},
+        {"min_p": 0.1, "logit_bias": {7: 1.0}},
+    ]
+    asked = [
+        Request(f"r{i}", (5 + i, 6, 5 + i, 6), SamplingParams(seed=i, ignore_eos=True, max_tokens=30, **one))
+        for i, one in enumerate(params)
+    ]
+    expected = {key: one.tokens for key, one in run(make(False, 0), asked).items()}
+    for graphs, lookahead in [(True, 0), (True, 1), (True, 3), (False, 1)]:
+        engine = make(graphs, lookahead)
+        for _, prepare in engine.preparations():
+            prepare()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = run(engine, asked)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert {key: one.tokens for key, one in got.items()} == expected
+
+
+@pytest.mark.parametrize("kind", [Runner, DeviceRunner])
+@pytest.mark.parametrize("bad_at", [8, 10])
+def test_a_nan_in_a_prompt_stays_in_its_request(
+    tiny_model: Path, kind: type[Runner], bad_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows before it are in the same chunk, and would be found by others that begin alike."""
+    bad = 77
+
+    def make() -> Engine:
+        engine = make_engine(tiny_model, DEVICE if kind is DeviceRunner else "cpu", kind)
+        table: Any = engine.runner._decoder
+        table.embedding.table[bad] = torch.nan
+        return engine
+
+    def request(name: str, prompt: list[int]) -> Request:
+        return Request(name, tuple(prompt), SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+
+    sick, healthy = [*range(10, 10 + bad_at), bad, *range(11 + bad_at, 26)], [*range(10, 10 + bad_at), 40]
+    engine = make()
+    assert "NaN" in (run(engine, [request("sick", sick)])["sick", 0].error or "")
+    expected = run(make(), [request("a", healthy)])["a", 0]
+    assert expected.error is None
+    got = run(engine, [request("a", healthy)])["a", 0]
+    assert (got.tokens, got.error) == (expected.tokens, None)
 
 
 @pytest.mark.parametrize("part", ["decoder", "results"])

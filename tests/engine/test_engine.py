@@ -9,7 +9,7 @@ from mock_model import EOS, VOCAB, Collected, collect, make_engine, make_request
 from freewheel.config import EngineConfig
 from freewheel.engine.engine import MAX_SCORED_ROWS, Engine
 from freewheel.request import FinishReason, Request
-from freewheel.sampling import SamplingParams
+from freewheel.sampling import SamplingParams, SamplingState
 from freewheel.sampling.state import NEEDS
 
 FEATURES: list[dict[str, Any]] = [
@@ -548,6 +548,30 @@ class TestErrors:
         assert "no token is left to draw" in (collected["none", 0].error or "")
         assert collected["fine", 0].result() == alone([fine])["fine", 0]
         assert_empty(engine)
+
+    @pytest.mark.parametrize("lookahead", [0, 2])
+    def test_a_request_that_could_not_join_gets_what_it_would_have_got(
+        self, lookahead: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It waits again, and the others go on."""
+        requests = [
+            make_request(name, [1, 2, len(name)], seed=3, ignore_eos=True, max_tokens=9) for name in ("a", "bb")
+        ]
+        expected = alone(requests)
+        engine, _ = make_engine(lookahead=lookahead)
+        engine.add(requests[0])
+        got: dict[tuple[str, int], Collected] = {}
+        collect(engine.step(), got)
+        engine.add(requests[1])
+        with monkeypatch.context() as broken:
+            broken.setattr(SamplingState, "join", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        engine.check()
+        assert engine.num_waiting == 1
+        while engine.has_unfinished:
+            collect(engine.step(), got)
+        assert results(got) == expected
 
     @pytest.mark.parametrize("lookahead", [0, 2])
     def test_a_step_that_raised_leaves_everything_in_order(self, lookahead: int) -> None:

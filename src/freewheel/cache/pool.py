@@ -100,6 +100,7 @@ class KVPool:
     Args:
         storage: [layers, 2 (keys, values), kv_heads, num_pages, page_size, head_dim]; need not be initialised.
         slots: sequences that can run at once.
+        clears: whether pages are zeroed for a new holder; False where only kernels read them.
 
     Attributes:
         layers: each layer's part of the storage.
@@ -109,8 +110,9 @@ class KVPool:
         written: slots whose pages were written, and from which entry on. Whoever keeps a copy elsewhere empties it.
     """
 
-    def __init__(self, storage: Tensor, *, slots: int) -> None:
+    def __init__(self, storage: Tensor, *, slots: int, clears: bool = True) -> None:
         self._storage = storage
+        self._clears = clears
         self.layers = list(storage)
         self.num_pages, self.page_size = storage.shape[3:5]
         self.device = storage.device
@@ -139,13 +141,17 @@ class KVPool:
         flat = self._storage.view(-1, self.num_pages * self.page_size, self._storage.shape[-1])
         flat.index_fill_(1, torch.tensor(places, device=self.device), 0)
 
+    def is_finite(self, pages: Sequence[int]) -> bool:
+        """Whether all in these pages is finite. False if one would have to wait for a device to know."""
+        return self.device.type == "cpu" and all(bool(self._storage[:, :, :, page].isfinite().all()) for page in pages)
+
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages for a new holder.
 
-        Attention may read the rest of a last page with weight zero, and zero times a NaN left there would be NaN. The
-        kernels of CUDA devices read no such place.
+        Torch's attention may read the rest of a last page with weight zero, and zero times a NaN left there would be
+        NaN. Kernels read no such place.
         """
-        if self.device.type == "cuda":
+        if not self._clears:
             return
         for page in pages:  # on the CPU several times faster than one indexed fill
             self._storage[:, :, :, page].zero_()

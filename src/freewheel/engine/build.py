@@ -34,6 +34,8 @@ def build_engine(
     cuda, fused = decoder.device.type == "cuda", config.uses_kernels(decoder.device.type)
     if fused and not cuda:
         raise ValueError(f"fused must not be True on device {str(decoder.device)!r}: the kernels are for CUDA devices")
+    if config.graphs and not cuda:
+        raise ValueError(f"graphs must not be True on device {str(decoder.device)!r}: only CUDA devices have them")
     if config.draft_corpus is not None and fused:
         raise ValueError(
             f"draft_corpus must be None on device {str(decoder.device)!r}, which drafts from no corpus yet"
@@ -59,7 +61,7 @@ def build_engine(
     storage = torch.empty(spec.num_layers, *shape, dtype=decoder.dtype, device=decoder.device)
     return Engine(
         decoder,
-        KVPool(storage, slots=config.max_num_seqs),
+        KVPool(storage, slots=config.max_num_seqs, clears=not fused),
         config,
         max_model_len=size.max_model_len,
         vocab_size=spec.vocab_size,

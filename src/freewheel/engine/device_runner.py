@@ -10,7 +10,9 @@ Rows of prefill chunks go through a graph of the decoder, captured for each numb
 launched behind it. More rows, or more that are scored, are launched one kernel at a time.
 """
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -104,6 +106,8 @@ class DeviceRunner(Runner):
         # launched right after them, log probabilities by the copies to the host. What lasts was not allocated during a
         # capture: inputs, ring, cache, history, and the sampler's tables and workspace.
         self._memory = torch.cuda.graph_pool_handle() if self._graphs else None
+        # Kernels and graphs are launched on the thread's current device, which is the first as a rule.
+        self._here = torch.cuda.device(pool.device) if pool.device.index else nullcontext()
         self._outbox = Outbox(pool.device)
         self._steps: dict[int, DecodeStep] = {}
         self._draft_steps: dict[tuple[int, int], DraftStep] = {}
@@ -132,7 +136,12 @@ class DeviceRunner(Runner):
                 (f"drafts of up to {sequences} sequences", partial(self._rehearse_drafts, sequences))
                 for sequences in sizes
             ]
-        return [("prompts", self._rehearse_prompts), *steps]
+        prepared = [("prompts", self._rehearse_prompts), *steps]
+        return [(name, partial(self._prepare_on_device, prepare)) for name, prepare in prepared]
+
+    def _prepare_on_device(self, prepare: Callable[[], None]) -> None:
+        with self._here:
+            prepare()
 
     @torch.inference_mode()
     def _rehearse_prompts(self) -> None:
@@ -177,6 +186,10 @@ class DeviceRunner(Runner):
     @torch.inference_mode()
     def launch(self, spans: Sequence[Span]) -> InFlight:
         """Run the spans' rows and draw. Tokens are appended to the sampling state."""
+        with self._here:
+            return self._launch(spans)
+
+    def _launch(self, spans: Sequence[Span]) -> InFlight:
         self._upload_pages()
         alone = [i for i, span in enumerate(spans) if span.rows == 1 and span.sample and not span.scored]
         rest = [] if len(alone) == len(spans) else sorted(set(range(len(spans))).difference(alone))
@@ -271,13 +284,19 @@ class DeviceRunner(Runner):
     def _replay(self, step: Decode) -> Logprobs | None:
         """A step by one graph, if the sequences in slots have asked for the same before."""
         demand, graphs = self._sampler.demand, step.graphs
-        if demand not in graphs.whole:
+        if demand not in graphs.whole and demand not in graphs.refused:
             graphs.met[demand] += 1
-            if graphs.met[demand] <= RARE:  # capturing stops the device
-                assert graphs.decoder is not None
-                return self._sample(step, graphs.decoder.replay())
-            self._capture_whole(step, demand)
-        whole = graphs.whole[demand] = graphs.whole.pop(demand)  # the latest stands last
+            if graphs.met[demand] > RARE:  # capturing stops the device
+                try:
+                    self._capture_whole(step, demand)
+                except RuntimeError as error:  # memory may be short
+                    warnings.warn(f"a step is launched in parts, as it could not be captured: {error}", stacklevel=2)
+                    graphs.refused.add(demand)
+        whole = graphs.whole.pop(demand, None)
+        if whole is None:
+            assert graphs.decoder is not None
+            return self._sample(step, graphs.decoder.replay())
+        graphs.whole[demand] = whole  # the latest stands last
         return whole.replay()
 
     def _capture_whole(self, step: Decode, demand: Hashable) -> None:

@@ -60,7 +60,7 @@ class DeviceDrafts:
     def enter(self, slots: Tensor, lengths: Tensor) -> None:
         """Other sequences are in these slots, and so long; int64 [n] both."""
         self.index.clear(slots)
-        self.guesses.lengths[slots] = 0
+        self.guesses.lengths.index_fill_(0, slots, 0)
         self.index.extend(slots, told=lengths, many=True)
 
 

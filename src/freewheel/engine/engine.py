@@ -466,16 +466,20 @@ class Engine:
         if not sequence.preempted:
             sequence.tokens = sequence.tokens.copy()
             sequence.cached_tokens = sequence.computed
-        self._state.join(
-            slot,
-            sequence.request.params,
-            sequence.request.prompt_ids,
-            seed=sequence.seed,
-            end_ids=self._end_ids(sequence.stop_ids),
-            bad_word_ids=sequence.request.bad_word_ids,
-            output_ids=sequence.output_ids,
-            checked=True,
-        )
+        try:
+            self._state.join(
+                slot,
+                sequence.request.params,
+                sequence.request.prompt_ids,
+                seed=sequence.seed,
+                end_ids=self._end_ids(sequence.stop_ids),
+                bad_word_ids=sequence.request.bad_word_ids,
+                output_ids=sequence.output_ids,
+                checked=True,
+            )
+        except BaseException:  # memory may be short where tables grow; the slot has nothing of the sequence
+            self._preempt(sequence)
+            raise
         self.runner.enter(slot)
 
     def _end_ids(self, stops: Iterable[int]) -> list[int]:
@@ -557,7 +561,10 @@ class Engine:
             if error is not None:
                 output.finish_reason, output.error = FinishReason.ERROR, error
             elif caching and len(sequence.tokens) // size > sequence.node.depth:  # a page more may be full
-                self._share(sequence)
+                if sequence.sound or self._pool.is_finite(
+                    sequence.pages[sequence.node.depth : sequence.computed // size]
+                ):
+                    self._share(sequence)
             if sequence.computed >= sequence.prompt_length:
                 if sequence.followers:
                     self._release_followers(sequence)

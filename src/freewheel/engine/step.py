@@ -37,11 +37,13 @@ class Graphs:
         decoder: from inputs to logits.
         whole: all of the step, down to log probabilities, for demands on the sampler that were met often.
         met: how often the others were, lately.
+        refused: those that could not be captured.
     """
 
     decoder: Captured[torch.Tensor] | None = None
     whole: dict[Hashable, Captured[Logprobs | None]] = field(default_factory=dict)
     met: Counter[Hashable] = field(default_factory=Counter)
+    refused: set[Hashable] = field(default_factory=set)
 
 
 class DecodeStep:

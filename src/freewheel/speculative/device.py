@@ -61,8 +61,8 @@ class DeviceIndex:
 
     def clear(self, slots: Tensor) -> None:
         """Forget the tokens of these slots, int64 [n]: others are to come."""
-        self.tables.heads[slots] = -1
-        self.tables.indexed[slots] = 0
+        self.tables.heads.index_fill_(0, slots, -1)  # to assign a number by index would wait for the device
+        self.tables.indexed.index_fill_(0, slots, 0)
 
     def extend(self, slots: Tensor, *, told: Tensor | None = None, many: bool = False) -> None:
         """Index new tokens.
