@@ -207,10 +207,17 @@ def test_a_sequence_alone_is_drawn_for_after_its_demand_has_ended() -> None:
         assert tokens[0] == tokens[1]
 
 
-def test_rows_of_slots_that_nobody_has_joined_are_greedy() -> None:
-    """As those are that fill up a captured graph."""
-    state = SamplingState(2, VOCAB, 64, device=DEVICE, fused=True)
-    assert sample(state, torch.arange(VOCAB).float().expand(2, -1), range(2)).tokens.tolist() == [VOCAB - 1] * 2
+def test_rows_of_slots_that_nobody_has_joined_are_greedy(fused: bool) -> None:
+    """As those are that fill up a captured graph, also of slots whose edits have gone to another."""
+    biased = SamplingParams(temperature=0, logit_bias={5: 1e4})
+    state = joined([SamplingParams(), biased, SamplingParams()], fused=fused)
+    state.leave(1)
+    join(state, 2, biased)
+    empty = SamplingState(2, VOCAB, 64, device=state.device, fused=fused)
+    logits = torch.arange(VOCAB).float().expand(2, -1)
+    assert sample(empty, logits, range(2)).tokens.tolist() == [VOCAB - 1] * 2
+    logits = torch.arange(VOCAB).float().expand(3, -1)
+    assert sample(state, logits, range(3)).tokens.tolist()[1:] == [VOCAB - 1, 5]
 
 
 def test_more_candidates_than_a_short_list_holds_are_searched_exactly() -> None:

@@ -30,13 +30,13 @@ def join(state: SamplingState, slot: int, fields: dict[str, Any], seed: int, out
 
 def run(state: SamplingState, lengths: dict[int, int], steps: int) -> list[list[int]]:
     """Tokens of each slot, of some length, over some steps; each position of each sequence has logits of its own."""
-    rows, tokens = torch.tensor(list(lengths)), []
+    rows, tokens = torch.tensor(list(lengths), device=state.device), []
     for step in range(steps):
-        positions = torch.tensor(list(lengths.values())) + step
+        positions = torch.tensor(list(lengths.values()), device=state.device) + step
         logits = torch.stack(
             [torch.randn(VOCAB, generator=torch.Generator().manual_seed(int(position))) * 2 for position in positions]
         )
-        drawn = Sampler(state).sample(logits, SampleRows(rows, positions)).tokens
+        drawn = Sampler(state).sample(logits.to(state.device), SampleRows(rows, positions)).tokens
         state.append(rows, positions, drawn)
         tokens.append(drawn.tolist())
     return [list(column) for column in zip(*tokens)]
@@ -70,17 +70,39 @@ def test_a_demanding_sequence_that_joins_a_running_batch_is_as_it_is_alone() -> 
     assert first + run(state, {4: 9, 2: 14}, 6)[0] == expected
 
 
-def test_a_slot_keeps_nothing_of_the_one_before() -> None:
-    state = SamplingState(2, VOCAB, 32)
+def test_a_slot_keeps_nothing_of_the_one_before(fused: bool) -> None:
+    state = new_state(2, VOCAB, 32, fused=fused)
     for _ in range(3):
         join(state, 0, {**DEMANDING, "allowed_token_ids": range(9), "logprobs": 3, "temperature": 0.0}, 3, [4, 4, 4])
         run(state, {0: 6}, 3)
         state.leave(0)
     join(state, 0, {}, 7, [])
-    fresh = SamplingState(2, VOCAB, 32)
+    fresh = new_state(2, VOCAB, 32, fused=fused)
     join(fresh, 1, {}, 7, [])
     assert not state.settings[0].edited(3)
     assert run(state, {0: 3}, 8) == run(fresh, {1: 3}, 8)
+
+
+def test_a_slot_that_was_left_shares_nothing_with_the_one_that_joins(fused: bool) -> None:
+    """A row may still name it: it is greedy, and changes neither what others draw nor what they have made."""
+    state, asked = new_state(3, VOCAB, 32, fused=fused), {**DEMANDING, "temperature": 0.0, "frequency_penalty": 2.0}
+    join(state, 0, {**asked, "logit_bias": {7: 50.0}, "allowed_token_ids": [7, 8]}, 0, [])
+    state.leave(0)
+    join(state, 1, asked, 1, [])
+    join(state, 2, {}, 2, [])
+    alone = new_state(2, VOCAB, 32, fused=fused)
+    join(alone, 1, asked, 1, [])
+    logits = torch.arange(VOCAB).float().sin()
+    logits[9] = 1.5
+    for position in range(3, 6):
+        [expected] = sample_at(alone, logits, [(1, position)]).tokens.tolist()
+        for order in ([1, 0, 2], [0, 1, 2]):
+            tokens = sample_at(state, logits, [(slot, position) for slot in order]).tokens.tolist()
+            assert tokens[order.index(1)] == expected
+            assert tokens[order.index(0)] == 9
+        for which, slots in ((alone, [1]), (state, [0, 1])):
+            rows = torch.tensor([slots, [position] * len(slots), [expected] * len(slots)], device=which.device)
+            which.append(*rows)
 
 
 def test_a_demanding_sequence_takes_over_in_a_running_batch(fused: bool) -> None:

@@ -113,10 +113,15 @@ class Tables:
         return columns
 
     def leave(self, slot: int) -> None:
-        """Free the slot's row of edits and its list. Its numbers stay until another sequence joins."""
+        """Free the slot's row of edits and its list.
+
+        A slot that had them is greedy from now on: others may take them over, and a row that still names the slot must
+        not write there. The numbers of one that had none do no harm, and stay until another sequence joins.
+        """
         self.lists.drop(slot)
         if slot in self._rows:
             self._free_rows.append(self._rows.pop(slot))
+            self.join(slot, {}, {SCALE: log2(e)})
 
     def _put_list(
         self,
