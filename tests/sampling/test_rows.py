@@ -1,6 +1,8 @@
 """A row's result is its own: the same bits alone and in any batch, whatever the neighbours ask or suffer."""
 
 import math
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -149,6 +151,17 @@ def test_no_rows_give_no_samples() -> None:
     samples = Sampler(state).sample(torch.zeros(0, 100), SampleRows(none, none))
     assert samples.tokens.shape == samples.status.shape == (0,)
     assert samples.logprobs is None
+
+
+@pytest.mark.parametrize("shape", [(2, 200), (2, 301), (1, 300), (3, 300), (300,), (1, 2, 300)], ids=str)
+def test_logits_of_another_shape_are_refused(shape: tuple[int, ...], fused: bool) -> None:
+    """A row would read its neighbour."""
+    state = new_state(2, 300, 8, fused=fused)
+    rows = SampleRows(*torch.tensor([[0, 1], [1, 1]], device=state.device))
+    with pytest.raises(ValueError, match=re.escape("must have the shape (2, 300), of 2 slots and a vocabulary of 300")):
+        Sampler(state).sample(torch.zeros(shape, device=state.device), rows)
+    with pytest.raises(ValueError, match=r"must be as many positions: here are \(2, 300\) and \(1,\)"):
+        Sampler(state).sample(torch.zeros(2, 300, device=state.device), replace(rows, positions=rows.positions[:1]))
 
 
 def test_an_unknown_draw_is_refused() -> None:

@@ -121,10 +121,16 @@ class Sampler:
             rows: where each row belongs.
 
         Raises:
-            ValueError: masks of another width than the vocabulary's, not int32, or without rows; paths on a device
-                whose kernels do not see them.
+            ValueError: logits, slots and positions of shapes that do not fit; masks of another width than the
+                vocabulary's, not int32, or without rows; paths on a device whose kernels do not see them.
         """
-        words = -(-self.state.vocab_size // 32)
+        count, vocab = len(rows.slots), self.state.vocab_size
+        if logits.shape != (count, vocab) or rows.positions.shape != rows.slots.shape:
+            raise ValueError(
+                f"logits must have the shape {(count, vocab)}, of {count} slots and a vocabulary of {vocab}, and there "
+                f"must be as many positions: here are {tuple(logits.shape)} and {tuple(rows.positions.shape)}"
+            )
+        words = -(-vocab // 32)
         masks = rows.masks
         if masks is not None and (masks.shape[1] != words or masks.dtype != torch.int32 or rows.mask_rows is None):
             raise ValueError(f"masks must have {words} words of 32 bits, and mask_rows must say whose they are")
