@@ -155,6 +155,28 @@ def test_a_row_without_a_token_is_not_appended(fused: bool) -> None:
     assert counts.tolist() == [0, 0, 0, 0, 0, 0, 1]
 
 
+def test_a_token_past_the_longest_sequence_is_not_appended(fused: bool) -> None:
+    """The next slot's history begins there."""
+    state = new_state(2, VOCAB, 4, fused=fused)
+    for slot in range(2):
+        join(state, slot, {"frequency_penalty": 1.0}, slot, [])
+    columns = torch.tensor([[0, 1], [4, 3], [9, 8]], device=state.device)
+    if state.device.type == "cuda":
+        state.append(*columns)
+    else:
+        with pytest.raises(IndexError):
+            state.append(*columns)
+        if fused:
+            from freewheel.sampling import edit_kernels
+            from freewheel.sampling.fused import sequences_of
+
+            edit_kernels.append[(2,)](*columns, sequences_of(state))
+    assert state.history.tolist() == [[1, 2, 3, 0], [1, 2, 3, 8 if fused else 0]]
+    if state.tables is not None:
+        assert state.tables.counts.nonzero()[:, 1].tolist() == [8]
+    state.append(*torch.tensor([[0], [7], [-1]], device=state.device))
+
+
 @pytest.mark.parametrize("prompt", [[VOCAB], [-1], [2**31]])
 def test_prompts_outside_the_vocabulary_are_refused(prompt: list[int]) -> None:
     with pytest.raises(ValueError, match="outside the vocabulary"):

@@ -177,9 +177,10 @@ def settle(
 ):  # fmt: skip
     """Walk each tree by the tokens sampled at its rows, and append what the walk meets.
 
-    Leaves the path in ``paths``, int32 [sequences, 1 + NODES], rows of the tree and then -1; and in the ring, int64
-    [PLACES, sequences, 3 + 3 * (1 + NODES)], how many nodes there were and how deep if the step DRAFTS, how many rows
-    the walk met, and of each its token, its status, and its row among those of the step.
+    What lies past the longest sequence is not appended: the host ends it there, later. Leaves the path in ``paths``,
+    int32 [sequences, 1 + NODES], rows of the tree and then -1; and in the ring, int64 [PLACES, sequences,
+    3 + 3 * (1 + NODES)], how many nodes there were and how deep if the step DRAFTS, how many rows the walk met, and of
+    each its token, its status, and its row among those of the step.
     """
     own, count = tl.program_id(0), tl.num_programs(0)
     slot = tl.load(inputs.slots + own)
@@ -203,8 +204,7 @@ def settle(
             tl.store(result + 3 + 3 * met, token)
             tl.store(result + 4 + 3 * met, tl.load(statuses + start + at).to(tl.int64))
             tl.store(result + 5 + 3 * met, (start + at).to(tl.int64))
-            if length + met < sequences.max_length:  # the host ends it there, later
-                add_token(sequences, slot, length + met, token)
+            add_token(sequences, slot, length + met, token)
             met += 1
             at = child_of(at, token, exists, parents, tokens, PADDED)
         if DRAFTS:

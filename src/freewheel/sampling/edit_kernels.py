@@ -111,8 +111,11 @@ def append(slots, positions, tokens, sequences):
 
 @triton.jit
 def add_token(sequences, slot, position, token):
-    """Write a token to the history and counts of the sequence in a slot, unless there is none (-1)."""
-    if token >= 0:
+    """Write a token to the history and counts of the sequence in a slot.
+
+    Neither where there is none (-1), nor where it lies past the longest sequence: that one ends there in any case.
+    """
+    if (token >= 0) & (position < sequences.max_length):
         tl.store(sequences.history + slot * sequences.max_length + position, token)
         if (_setting(sequences.settings, slot, EDIT_KINDS) & PENALISED) != 0:
             edit_row = _setting(sequences.settings, slot, EDIT_ROW)

@@ -342,6 +342,8 @@ class FusedSampler:
 def append(state: SamplingState, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
     """``SamplingState.append`` of a state with tables, by a kernel."""
     slots, positions, tokens = (numbers.long().contiguous() for numbers in (slots, positions, tokens))
+    if state.device.type == "cpu" and positions[tokens >= 0].ge(state.max_length).any():
+        raise IndexError(f"a position is past the longest sequence of {state.max_length} tokens")
     edit_kernels.append[(len(slots),)](slots, positions, tokens, sequences_of(state))
 
 

@@ -279,7 +279,11 @@ class SamplingState:
         """Add a token drawn for each of ``slots`` at the end of its sequence; all int64 [rows].
 
         Slots are distinct; on CPUs one may have several tokens, in the order of their positions. A row without a token
-        (-1, see ``Samples.status``) is left as it is.
+        (-1, see ``Samples.status``) is left as it is. So is, on CUDA devices, one whose position is not below
+        ``max_length``; the host does not see it.
+
+        Raises:
+            IndexError: such a position, on other devices.
         """
         if self.tables is not None:
             from freewheel.sampling.fused import append  # only here: it imports Triton
