@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from freewheel.sampling import probabilities as module
 from freewheel.sampling import softmax
 from freewheel.sampling.draw import BLOCK
 
@@ -85,10 +86,72 @@ def test_the_result_goes_where_it_is_wanted(path: bool) -> None:
     torch.testing.assert_close(out.double(), exact(logits, 0.9), rtol=2e-6, atol=1e-12)
 
 
-def test_bad_arguments_are_named() -> None:
-    for temperature in (0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="temperature must be a number above 0"):
-            softmax(torch.zeros(1, 4), temperature)
-    for out in (torch.empty(8), torch.empty(2, 4, dtype=torch.float64), torch.empty(4, 2).t()):
+def test_logits_and_temperatures_may_lie_in_memory_in_any_way(path: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    columns = torch.randn(600, 4, generator=generator).to(DEVICE)
+    wide = torch.randn(2, 1200, generator=generator).to(DEVICE, torch.bfloat16)
+    temperatures = torch.tensor([0.5, 9.0, 1.0, 9.0, 2.0, 9.0, 0.7], device=DEVICE)[::2]
+    cases = [(columns.t(), temperatures), (wide[:, ::2], 0.8), (wide[:1].expand(4, -1), temperatures)]
+    for logits, temperature in cases:
+        probabilities = softmax(logits, temperature, fused=path)
+        torch.testing.assert_close(probabilities.double(), exact(logits, temperature), rtol=2e-6, atol=1e-12)
+
+
+def test_types_make_no_difference(path: bool) -> None:
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    temperatures = torch.tensor([0.5, 1.0, 2.0], device=DEVICE)
+    expected = softmax(logits, temperatures, fused=path)
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        assert softmax(logits, temperatures.to(dtype), fused=path).equal(expected)
+    assert softmax(logits.double(), temperatures, fused=path).equal(expected)
+    assert not softmax(logits.requires_grad_(), temperatures, fused=path).requires_grad
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e30])
+def test_the_limits_of_temperature(path: bool, temperature: float) -> None:
+    logits = torch.tensor([[1.0, 1.0, 0.5, -torch.inf], [-3e38, 3e38, 3e38, 0.0]], device=DEVICE)
+    expected = [[0.5, 0.5, 0, 0], [0, 0.5, 0.5, 0]] if temperature < 1 else [[1 / 3, 1 / 3, 1 / 3, 0]]
+    for given in (temperature, torch.full((2,), temperature, device=DEVICE)):
+        found = softmax(logits, given, fused=path)[: len(expected)]
+        torch.testing.assert_close(found, torch.tensor(expected, device=DEVICE), rtol=2e-6, atol=0)
+
+
+def test_one_pass_serves_rows_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the choice that is made without a test's help."""
+    pytest.importorskip("triton", reason="Triton is made for Linux only")
+    passes: list[bool] = []
+    chosen = module.softmax_into
+
+    def noted(out: Tensor, logits: Tensor, temperature: float | Tensor, one_pass: bool) -> None:
+        passes.append(one_pass)
+        chosen(out, logits, temperature, one_pass)
+
+    monkeypatch.setattr(module, "softmax_into", noted)
+    for vocab in (16_384, 16_385):
+        logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(vocab)).to(DEVICE) * 3
+        torch.testing.assert_close(softmax(logits, 0.8, fused=True).double(), exact(logits, 0.8), rtol=2e-6, atol=1e-12)
+    assert passes == [True, False]
+
+
+def test_bad_arguments_are_named(path: bool) -> None:
+    logits = torch.zeros(2, 4, device=DEVICE)
+    for bad in (0, -1.0, 1e-39, 1e39, float("nan"), float("inf"), True, "1"):
+        with pytest.raises(ValueError, match="temperature must be a number from 1e-30 to 1e"):
+            softmax(logits, bad, fused=path)  # pyright: ignore[reportArgumentType]
+    for shape in ((), (1,), (3,), (2, 1)):
+        with pytest.raises(ValueError, match=r"temperature must be a number or a float tensor of shape \(2,\)"):
+            softmax(logits, torch.ones(shape, device=DEVICE), fused=path)
+    for temperatures in (torch.ones(2, dtype=torch.int64, device=DEVICE), torch.ones(2, device="meta")):
+        with pytest.raises(ValueError, match="temperature must be a number or a float tensor"):
+            softmax(logits, temperatures, fused=path)
+    for out in (
+        torch.empty(8, device=DEVICE),
+        torch.empty(2, 4, dtype=torch.float64, device=DEVICE),
+        torch.empty(4, 2, device=DEVICE).t(),
+        torch.empty(2, 4, device="meta"),
+    ):
         with pytest.raises(ValueError, match="out must be a contiguous float32 tensor"):
-            softmax(torch.zeros(2, 4), 1.0, out)
+            softmax(logits, 1.0, out, fused=path)
+    for wrong in (logits[0], logits[None], logits.long()):
+        with pytest.raises(ValueError, match="logits must be floats"):
+            softmax(wrong, 1.0, fused=path)

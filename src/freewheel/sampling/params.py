@@ -177,6 +177,15 @@ def check_text(name: str, text: str) -> None:
         ) from None
 
 
+def check_temperature(value: Any) -> float:
+    """A temperature that is not greedy.
+
+    Raises:
+        ValueError: out of bounds.
+    """
+    return _number("temperature", value, MIN_TEMPERATURE, MAX_TEMPERATURE)
+
+
 def _is(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 

@@ -7,45 +7,52 @@ from torch import Tensor
 
 from freewheel.ops.launch import power
 from freewheel.sampling.draw import BLOCK
+from freewheel.sampling.params import check_temperature
 
 # Up to here a GPU program holds a row in its registers and reads it once; above, blocks are summed, then read again. On
-# an H200 one pass is the faster way at 8,192 entries, and two are at 32,768; sizes in between were not measured.
-ONE_PASS = 8_192
+# an H200 one pass is the faster way at 8,192 and 16,384 entries, and two are at 32,768; see docs/benchmarks.md.
+ONE_PASS = 16_384
 
 
 def softmax(
     logits: Tensor, temperature: float | Tensor = 1.0, out: Tensor | None = None, *, fused: bool | None = None
 ) -> Tensor:
-    """Probabilities of each row at its temperature.
+    """Probabilities of each row at its temperature; no gradients flow through it.
 
     Rows sum to 1 and no probability exceeds 1, at any temperature: the largest logit weighs 1 before the division. A
     row of nothing but -inf, or with NaN or +inf, gives NaN, as torch's own does.
 
     Args:
-        logits: [rows, vocab], any float type, the last dimension contiguous.
-        temperature: above 0; one for all rows, or a float tensor [rows] on the logits' device, which is not checked.
-        out: float32 [rows, vocab], contiguous, for the result.
+        logits: [rows, vocab], any float type (float64 is rounded to float32).
+        temperature: 1e-30 to 1e30, as in ``SamplingParams``; one for all rows, or a float tensor [rows] on the logits'
+            device, whose values are not checked.
+        out: float32 [rows, vocab], contiguous, on the logits' device, for the result.
         fused: use the Triton kernels. None does so for CUDA devices.
 
     Returns:
         float32 [rows, vocab].
 
     Raises:
-        ValueError: a temperature that is not above 0, or ``out`` of another shape or type.
+        ValueError: an argument is not as described; it is named.
     """
-    if not isinstance(temperature, Tensor) and not 0.0 < temperature < float("inf"):
-        raise ValueError(f"temperature must be a number above 0, not {temperature!r}")
+    logits, device = logits.detach(), logits.device
+    if logits.ndim != 2 or not logits.is_floating_point():
+        raise ValueError(f"logits must be floats [rows, vocab], not {logits.dtype} {list(logits.shape)}")
+    if not isinstance(temperature, Tensor):
+        check_temperature(temperature)
+    elif temperature.shape != logits.shape[:1] or temperature.device != device or not temperature.is_floating_point():
+        raise ValueError(f"temperature must be a number or a float tensor of shape ({len(logits)},) on {device}")
     if out is None:
-        out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    elif out.shape != logits.shape or out.dtype != torch.float32 or not out.is_contiguous():
-        raise ValueError(f"out must be a contiguous float32 tensor of shape {tuple(logits.shape)}")
+        out = torch.empty(logits.shape, dtype=torch.float32, device=device)
+    elif (out.shape, out.dtype, out.device, out.is_contiguous()) != (logits.shape, torch.float32, device, True):
+        raise ValueError(f"out must be a contiguous float32 tensor of shape {tuple(logits.shape)} on {device}")
     if logits.is_cuda if fused is None else fused:
         softmax_into(out, logits, temperature, one_pass=logits.shape[1] <= ONE_PASS)
         return out
-    scales = temperature[:, None] if isinstance(temperature, Tensor) else temperature
+    scales = temperature.float()[:, None] if isinstance(temperature, Tensor) else temperature
     # Relative to the peak first: a small temperature must not make infinities of large logits.
-    peaks = logits.amax(1, keepdim=True).float()
-    return torch.softmax((logits.float() - peaks) / scales, 1, out=out)
+    values = logits.float()
+    return torch.softmax((values - values.amax(1, keepdim=True)) / scales, 1, out=out)
 
 
 def softmax_into(out: Tensor, logits: Tensor, temperature: float | Tensor, one_pass: bool) -> None:
@@ -53,9 +60,12 @@ def softmax_into(out: Tensor, logits: Tensor, temperature: float | Tensor, one_p
     from freewheel.sampling import softmax_kernels  # only here: it imports Triton
 
     kernels: Any = softmax_kernels  # whose constants are numbers here
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     (rows, vocab), stride = logits.shape, logits.stride(0)
     varied = isinstance(temperature, Tensor)
-    temperatures = temperature if varied else torch.full((1,), temperature, dtype=torch.float64, device=logits.device)
+    temperatures = (
+        temperature.contiguous() if varied else torch.full((1,), temperature, dtype=torch.float64, device=logits.device)
+    )
     if one_pass:
         size = power(vocab)
         warps = min(max(size // 2048, 1), 16)
