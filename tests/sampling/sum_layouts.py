@@ -44,6 +44,10 @@ BATCHES = [
 ]
 
 
+# Where rows of logits may lie in memory: their distance, in rows and ids, and where the first one begins.
+PLACES = [(1, 0, 0), (1, 1, 0), (16, 0, 0), (1, 47, 0), (1, 0, 1)]
+
+
 class Launch(NamedTuple):
     kernel: Any
     args: tuple[Any, ...]
@@ -68,7 +72,14 @@ class Recorder(FusedSampler):
         return launch
 
 
-def launches(asked: list[SamplingParams], masked: bool, draw: str, dtype: torch.dtype, vocab: int) -> list[Launch]:
+def launches(
+    asked: list[SamplingParams],
+    masked: bool,
+    draw: str,
+    dtype: torch.dtype,
+    vocab: int,
+    place: tuple[int, int, int] = PLACES[0],
+) -> list[Launch]:
     """What gives each of ``asked`` a token."""
     rows = len(asked)
     state = SamplingState(rows, vocab, 8, device="cpu", fused=True)
@@ -78,7 +89,9 @@ def launches(asked: list[SamplingParams], masked: bool, draw: str, dtype: torch.
     masks = (torch.zeros(1, -(-vocab // 32), dtype=torch.int32), zeros) if masked else (None, None)
     recorder = Recorder(state, draw)
     results = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.uint8)
-    recorder.sample(torch.empty(rows, vocab, dtype=dtype), slots, zeros + 2, *masks, *results)
+    stride, start = place[0] * vocab + place[1], place[2]
+    logits = torch.empty(rows * stride + start, dtype=dtype).as_strided((rows, vocab), (stride, 1), start)
+    recorder.sample(logits, slots, zeros + 2, *masks, *results)
     return recorder.launches
 
 
@@ -137,14 +150,15 @@ def sums(text: str) -> Iterator[tuple[int, str]]:
 
 def main(dtype: torch.dtype, vocab: int) -> None:
     seen = set()
-    for asked, masked, draw in BATCHES:
-        for launch in launches(asked, masked, draw, dtype, vocab):
+    cases = [(*batch, PLACES[0]) for batch in BATCHES] + [(*batch, place) for batch in BATCHES[:2] for place in PLACES]
+    for asked, masked, draw, place in cases:
+        for launch in launches(asked, masked, draw, dtype, vocab, place):
             names = launch.kernel.arg_names
             constants = [f"{name}={arg}" for name, arg in zip(names, launch.args) if name.isupper()]
             variant = " ".join([f"warps={launch.warps}", *constants])
             new = draw, launch.kernel.__name__, variant
-            if "TILE" in names and new not in seen:
-                seen.add(new)
+            if "TILE" in names and (new, place) not in seen:
+                seen.add((new, place))
                 print(json.dumps([*new, list(sums(compiled(launch)))]), flush=True)
 
 

@@ -308,10 +308,12 @@ def test_logits_may_lie_in_memory_in_any_way() -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(9))
     asked = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.9)]
     expected = sample(joined(asked), logits, range(3)).tokens.tolist()
-    padded = torch.zeros(3, VOCAB + 9)
-    padded[:, 5 : VOCAB + 5] = logits
-    for view in (logits.t().contiguous().t(), padded[:, 5 : VOCAB + 5]):
-        assert sample(joined(asked), view, range(3)).tokens.tolist() == expected
+    for width in (VOCAB + 9, VOCAB + 4, VOCAB * 16):
+        padded = torch.zeros(3, width)
+        padded[:, -VOCAB:] = logits
+        assert sample(joined(asked), padded[:, -VOCAB:], range(3)).tokens.tolist() == expected
+        assert sample(joined(asked[:1]), padded[:1, -VOCAB:], [0]).tokens.tolist() == expected[:1]
+    assert sample(joined(asked), logits.t().contiguous().t(), range(3)).tokens.tolist() == expected
     assert sample(joined(asked), logits[:0], []).tokens.tolist() == []
 
 

@@ -170,7 +170,8 @@ def test_a_token_past_the_longest_sequence_is_not_appended(fused: bool) -> None:
             from freewheel.sampling import edit_kernels
             from freewheel.sampling.fused import sequences_of
 
-            edit_kernels.append[(2,)](*columns, sequences_of(state))
+            slots, positions, tokens = columns
+            edit_kernels.append[(2,)](slots, positions, tokens, sequences_of(state))
     assert state.history.tolist() == [[1, 2, 3, 0], [1, 2, 3, 8 if fused else 0]]
     if state.tables is not None:
         assert state.tables.counts.nonzero()[:, 1].tolist() == [8]

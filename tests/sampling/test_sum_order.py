@@ -1,7 +1,7 @@
-"""A row's floats are added up in the same order whatever its neighbours are.
+"""A row's floats are added up in the same order whatever its neighbours are, and wherever it lies in memory.
 
-They decide which variants of the kernels serve it. The order of a sum follows from how the compiler spreads its floats,
-which the interpreter knows nothing of; integers may be added up in any order.
+Neighbours decide which variants of the kernels serve it. The order of a sum follows from how the compiler spreads its
+floats, which the interpreter knows nothing of; integers may be added up in any order.
 """
 
 import json

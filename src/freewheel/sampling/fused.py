@@ -170,6 +170,7 @@ class FusedSampler:
         self._workspaces: dict[int, tuple[Workspace, Any]] = {}
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._blocks = -(-state.valid_vocab_size // BLOCK)
+        self._aligned = state.vocab_size % 16 == 0  # rows that lie one behind the other
         self._chained = dependent_launch(state.device)
         self._none = torch.zeros(1, dtype=torch.int64, device=state.device)
         self._nothing = Described(*[self._none] * 5)
@@ -214,14 +215,14 @@ class FusedSampler:
         described = self._room(rows, width) if logprobs else None
         if not rows:
             return described
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        logits, stride = self._lay_out(logits)
         slots, positions = slots.long().contiguous(), positions.long().contiguous()
         if masks is None or mask_rows is None:
             masks = mask_rows = self._none
         else:
             masks, mask_rows = masks.contiguous(), mask_rows.long().contiguous()
         inputs = Inputs(
-            logits, logits.stride(0), slots, positions, state.history, state.max_length, masks, mask_rows,
+            logits, stride, slots, positions, state.history, state.max_length, masks, mask_rows,
             tables.settings, tables.bits, tables.lists.entries, tables.counts, tables.values,
             tables.words, state.vocab_size, drawable,
         )  # fmt: skip
@@ -236,7 +237,7 @@ class FusedSampler:
         few = not apart and (rows < 8 or (not masked and 4 * demanding <= rows))
         sought = max(256, power(rows)) if rows >= 8 and few else 0
         ahead = apart or demanding > 0 or masked
-        key = (rows, logits.dtype, inputs.stride, *aligned, *changes, ahead, few, logprobs, width)
+        key = (rows, logits.dtype, stride, *aligned, *changes, ahead, few, logprobs, width)
         launch = self._launcher(key, inputs, rows, logits.device.index)
         chained = self._chained
         if edits:
@@ -247,8 +248,7 @@ class FusedSampler:
             grid = (tiles, demanding) if sought else (min(tiles, max(8, 2048 // rows)), rows)
             constants = (tile, padded, sought, apart, *changes, logprobs, few, chained)
             # Rows that are read in pieces of a few bytes are summed in an order that depends on the number of warps.
-            dense = aligned[0] == 0 and inputs.stride % 16 == 0
-            warps = 8 if few and dense else 4
+            warps = 8 if few and self._aligned else 4
             launch(draw_kernels.draw, grid, (tokens, statuses, rows, blocks), constants, warps, edits)
         if apart:
             self._draw_apart(launch, tokens, statuses, rows, changes)
@@ -264,6 +264,18 @@ class FusedSampler:
             constants = (padded, *changes, logprobs, chained)
             launch(finish_kernels.finish, (rows, 1), args, constants, 8, not apart)
         return described
+
+    def _lay_out(self, logits: Tensor) -> tuple[Tensor, int]:
+        """The logits and their stride, copied if they lie in memory such that a row's bits could follow from it.
+
+        A kernel reads in larger pieces, and adds up in another order, where it takes for granted that rows begin at
+        multiples of 16. So it does for vocabularies of such a size, and for no others.
+        """
+        stride = logits.stride(0) if len(logits) > 1 else self.state.vocab_size
+        begins = stride % 16 == 0
+        if logits.stride(1) == 1 and begins == self._aligned and not (begins and logits.data_ptr() % 16):
+            return logits, stride
+        return logits.clone(memory_format=torch.contiguous_format), self.state.vocab_size
 
     def _draw_apart(
         self, launch: Callable[..., None], tokens: Tensor, statuses: Tensor, rows: int, changes: tuple[bool, bool]

@@ -117,7 +117,8 @@ class Sampler:
         """Draw a token for each row. The caller appends it to the state before it draws the sequence's next one.
 
         Args:
-            logits: [rows, vocab_size], any float type (float64 is rounded to float32); not modified.
+            logits: [rows, vocab_size], any float type (float64 is rounded to float32); not modified. Kernels
+                copy them where a row's bits could follow from its place in memory: not if rows lie one behind the other.
             rows: where each row belongs.
 
         Raises:
@@ -137,10 +138,9 @@ class Sampler:
         if rows.paths is not None and self._fused is not None:
             raise ValueError("paths must be None: kernels do not see the tokens on a path yet")
         logits, valid = logits.detach(), self.state.valid_vocab_size
-        if logits.shape[1] > valid:
-            logits = logits[:, :valid]
         if self._fused is not None:
             return self._sample_fused(self._fused, logits, rows)
+        logits = logits[:, :valid] if valid < vocab else logits
         masked = [-1] * len(rows.slots) if rows.mask_rows is None else rows.mask_rows.tolist()
         settings, positions = [self.state.settings[slot] for slot in rows.slots.tolist()], rows.positions.tolist()
         kinds = [
