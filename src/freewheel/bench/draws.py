@@ -29,15 +29,20 @@ CASES: dict[str, Fields] = {
     "top-k, top-p": TRUNCATED,
     "top-p": {**TEMPERATURE, "top_p": 0.95},
     "everything": EVERYTHING,
-    ONE: TEMPERATURE,  # but the first row
+    ONE: TEMPERATURE,  # but the row in the middle
 }
 PROMPT, OUTPUT = range(100, 200), range(150, 250)
 POSITIONS = 64
 
 
+def most_of(requests: Sequence[Fields]) -> Fields:
+    """What a system does for every row that can't treat rows apart: what the one asks that asks for most."""
+    return max(requests, key=len)
+
+
 def torch_draw(requests: Sequence[Fields], logits: "Tensor") -> Draw:
-    """How a program in torch draws: for every row of the batch all that the first one asks."""
-    fields = requests[0]
+    """How a program in torch draws: for every row of the batch all that one of them asks."""
+    fields = most_of(requests)
     scale, top_k, top_p, min_p = (fields.get(name, 0) for name in ("temperature", "top_k", "top_p", "min_p"))
     seen, counts, bias = (logits.new_zeros(logits.shape[1]).float() for _ in range(3))
     seen[[*PROMPT, *OUTPUT]], counts[OUTPUT] = 1.0, 1.0
@@ -69,7 +74,7 @@ def torch_draw(requests: Sequence[Fields], logits: "Tensor") -> Draw:
 def gumbel_draw(requests: Sequence[Fields], logits: "Tensor") -> Draw | None:
     """Temperature and softmax, then the largest share over exponential noise."""
     del logits
-    if requests[0] != TEMPERATURE:
+    if most_of(requests) != TEMPERATURE:
         return None
 
     def draw(logits: "Tensor") -> "Tensor":
@@ -85,7 +90,7 @@ def flashinfer_draw(requests: Sequence[Fields], logits: "Tensor") -> Draw | None
     Seed and offset are fixed, as a CUDA graph would fix them in any case.
     """
     del logits
-    fields, kernels = requests[0], import_module("flashinfer.sampling")
+    fields, kernels = most_of(requests), import_module("flashinfer.sampling")
     if not fields["temperature"] or "logit_bias" in fields:
         return None
     noise = {"seed": 0, "offset": 0}
@@ -103,14 +108,14 @@ def flashinfer_draw(requests: Sequence[Fields], logits: "Tensor") -> Draw | None
 
 
 def transformers_draw(requests: Sequence[Fields], logits: "Tensor") -> Draw:
-    """The logits processors of transformers in the order of its ``generate``, for every row what the first one asks.
+    """The logits processors of transformers in the order of its ``generate``, for every row what one of them asks.
 
     It has no frequency and presence penalties: "everything" goes without.
     """
     import torch
 
     library: Any = import_module("transformers")
-    fields, processors = requests[0], library.LogitsProcessorList()
+    fields, processors = most_of(requests), library.LogitsProcessorList()
     if "logit_bias" in fields:
         bias = {(token,): value for token, value in fields["logit_bias"].items()}
         processors.append(library.SequenceBiasLogitsProcessor(bias))
@@ -186,10 +191,13 @@ def usable_systems(names: str | None, device: str) -> dict[str, Maker]:
 
 
 def cases_of(cases: Mapping[str, Fields], batch: int) -> Iterator[tuple[str, list[Fields]]]:
-    """Each case, but for ``ONE`` without other rows, and what every row of the batch asks in it."""
+    """Each case, but for ``ONE`` without other rows, and what every row of the batch asks in it.
+
+    The demanding row stands in the middle: the plain ones are no neighbours.
+    """
     for case, fields in cases.items():
         if case != ONE or batch > 1:
-            yield case, [EVERYTHING if case == ONE and not row else fields for row in range(batch)]
+            yield case, [EVERYTHING if case == ONE and row == batch // 2 else fields for row in range(batch)]
 
 
 def workloads(

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import chain, groupby
 from math import inf, isfinite
 from typing import Any, Literal
 
@@ -18,6 +19,9 @@ from freewheel.sampling.truncation import survivors
 
 # What is derived from so many logits stays in the cache.
 CHUNK = 2**20
+
+# So many logits are copied while one more call, for the rows that are neighbours, is made.
+CALL = 2**14
 
 _EDITED = 1 << 16  # beside the constants of the state's needs
 
@@ -118,7 +122,7 @@ class Sampler:
 
         Args:
             logits: [rows, vocab_size], any float type (float64 is rounded to float32); not modified. Kernels
-                copy them where a row's bits could follow from its place in memory: not if rows lie one behind the other.
+                copy them where a row's bits could follow from its place in memory: never if they are contiguous.
             rows: where each row belongs.
 
         Raises:
@@ -149,7 +153,7 @@ class Sampler:
         ]
         tokens, statuses = [-1] * len(kinds), [0] * len(kinds)
         processed: dict[int, Tensor] = {}
-        for kind, members in _groups(kinds, max(1, CHUNK // valid)):
+        for kind, members in _groups(kinds, valid):
             at = _index(members)
             values = logits if len(members) == len(kinds) else logits[at]
             if kind & _EDITED:
@@ -255,13 +259,19 @@ def _status(peak: float) -> int:
     return Status.EMPTY if peak == -inf else Status.NAN
 
 
-def _groups(kinds: Sequence[int], most: int) -> Iterator[tuple[int, Sequence[int]]]:
-    """The rows of each kind, at most so many at a time."""
-    distinct = set(kinds)
-    for kind in distinct:
-        rows = [row for row, other in enumerate(kinds) if other == kind] if len(distinct) > 1 else range(len(kinds))
-        for start in range(0, len(rows), most):
-            yield kind, rows[start : start + most]
+def _groups(kinds: Sequence[int], vocab: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """The rows of each kind, ascending, as many at a time as a chunk holds: neighbours, where a copy costs more."""
+    runs: dict[int, list[list[int]]] = {}
+    for kind, run in groupby(range(len(kinds)), kinds.__getitem__):
+        runs.setdefault(kind, []).append([*run])
+    most = max(1, CHUNK // vocab)
+    for kind, parts in runs.items():
+        rows = [*chain.from_iterable(parts)]
+        if kind & _EDITED or len(parts) * CALL > len(rows) * vocab:  # what is edited is copied in any case
+            parts = [rows]
+        for part in parts:
+            for start in range(0, len(part), most):
+                yield kind, part[start : start + most]
 
 
 def _index(rows: Sequence[int]) -> slice | list[int]:
