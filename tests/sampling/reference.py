@@ -70,29 +70,50 @@ def probabilities(values: np.ndarray, params: SamplingParams) -> np.ndarray:
     return result
 
 
-def two_level(values: np.ndarray, params: SamplingParams, seed: int, position: int) -> int:
-    """The token that the two-level draw takes: the first attempt that truncation keeps, or the last resort."""
-    kept = survivors(values, params)
+def two_level(values: np.ndarray, params: SamplingParams, seed: int, position: int) -> tuple[int, float]:
+    """The two-level draw: the first attempt that truncation keeps, or the last resort.
+
+    Returns:
+        the token, and how near to a boundary a uniform number fell on the way there, or truncation drew one: a number
+        within rounding of 0 may stand for another token.
+    """
+    kept, distance = survivors(values, params), math.inf
+    weights = np.exp((values - values.max()) / (params.temperature or 1.0))
+    order = np.argsort(-values, kind="stable")[: params.top_k or None]
+    shares = np.append(0.0, weights[order].cumsum() / math.fsum(weights[order]))
+    if params.temperature == 0:
+        return next(iter(kept)), distance
     if not params.top_k:
         for attempt in range(4 if params.top_p < 1 or params.min_p > 0 else 1):
-            token = _plain(values, params.temperature, *_uniforms(seed, position, attempt)[:2])
+            token, near = _plain(weights, *_uniforms(seed, position, attempt)[:2])
+            place = order.tolist().index(token)
+            distance = min(distance, near, _to_limits(shares[place], weights[token], params))
             if token in kept:
-                return token
-    return list(kept)[_inverse(list(kept.values()), _uniforms(seed, position, 0)[2])]
+                return token, distance
+    at, near = _inverse(list(kept.values()), _uniforms(seed, position, 0)[2])
+    return list(kept)[at], min(distance, near, _to_limits(shares[:-1], weights[order], params))
 
 
-def _plain(values: np.ndarray, temperature: float, first: float, second: float) -> int:
-    """A block of 256 tokens by its mass, then one of its tokens."""
-    weights = np.exp((values - values.max()) / temperature)
-    starts = range(0, len(values), 256)
-    start = starts[_inverse([math.fsum(weights[at : at + 256]) for at in starts], first)]
-    return start + _inverse(weights[start : start + 256], second)
+def _to_limits(before: np.ndarray, weights: np.ndarray, params: SamplingParams) -> float:
+    """The distance of the nearest token to where top-p and min-p cut, from the mass before it and its weight."""
+    to_top_p = np.min(abs(before - params.top_p)) if params.top_p < 1 else math.inf
+    to_min_p = np.min(abs(weights - params.min_p)) if params.min_p > 0 else math.inf
+    return float(min(to_top_p, to_min_p))
+
+
+def _plain(weights: np.ndarray, first: float, second: float) -> tuple[int, float]:
+    """A block of 256 tokens by its mass, then one of its tokens; the smaller distance of the two."""
+    starts = range(0, len(weights), 256)
+    block, near = _inverse([math.fsum(weights[at : at + 256]) for at in starts], first)
+    within, other = _inverse(weights[starts[block] : starts[block] + 256], second)
+    return starts[block] + within, min(near, other)
 
 
 def _uniforms(seed: int, position: int, lane: int) -> list[float]:
     return [(word + 0.5) / 2**32 for word in philox(seed, position, lane)]
 
 
-def _inverse(weights: Sequence[float] | np.ndarray, u: float) -> int:
-    """The first index at which the sum so far exceeds u times the whole."""
-    return int(np.argmax(np.cumsum(weights) > u * math.fsum(weights)))
+def _inverse(weights: Sequence[float] | np.ndarray, u: float) -> tuple[int, float]:
+    """The first index at which the sum so far exceeds u times the whole; the distance of u to the nearest such sum."""
+    shares = np.cumsum(weights) / math.fsum(weights)
+    return int(np.argmax(shares > u)), float(abs(shares[:-1] - u).min(initial=math.inf))

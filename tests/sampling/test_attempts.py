@@ -42,7 +42,20 @@ def test_tokens_are_those_of_the_rule(fields: dict[str, Any], dtype: torch.dtype
     logits, params = row(dtype), SamplingParams(temperature=0.8, **fields)
     tokens = sample_many(logits, params, COUNT, seed=SEED)
     values = logits.double().numpy()
-    assert tokens.tolist() == [two_level(values, params, SEED, position) for position in range(1, COUNT + 1)]
+    assert tokens.tolist() == [two_level(values, params, SEED, position)[0] for position in range(1, COUNT + 1)]
+
+
+@pytest.mark.parametrize("off", [-5e-7, 5e-7])
+def test_the_rule_says_how_near_a_draw_is_to_another(off: float) -> None:
+    """Of two tokens, whose boundary is where the number falls that draws one of them."""
+    share = uniforms(SEED, 3)[1] + off
+    cases: list[dict[str, Any]] = [{}, {"top_p": 0.9999}, {"min_p": 1e-4}]
+    for fields in cases:
+        token, distance = two_level(np.log([share, 1 - share]), SamplingParams(**fields), SEED, 3)
+        assert token == (off < 0)
+        assert distance == pytest.approx(5e-7, rel=1e-3)
+    half = two_level(np.log([0.4, 0.6]), SamplingParams(top_p=0.6 + off), SEED, 3)
+    assert half[1] == pytest.approx(5e-7, rel=1e-3)
 
 
 @pytest.mark.parametrize("fields", LIMITS, ids=str)

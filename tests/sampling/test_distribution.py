@@ -114,19 +114,15 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("draw", "fields"),
-    [("two_level", fields) for fields in GRID]
-    + [(draw, fields) for draw in ("gumbel", "multinomial") for fields in (GRID[0], GRID[9], GRID[14])],
-    ids=str,
-)
+@pytest.mark.parametrize("draw", ["two_level", "gumbel", "multinomial"])
+@pytest.mark.parametrize("fields", GRID, ids=str)
 def test_draws_follow_the_distribution(draw: Draw, fields: dict[str, Any]) -> None:
     generator = np.random.default_rng(2)
     logits = torch.from_numpy(generator.normal(size=VOCAB) * 2).bfloat16()
     logits[10:20] = logits[0]
     params = SamplingParams(**fields)
     torch.manual_seed(3)
-    tokens = sample_many(logits, params, 2000, draw=draw)
+    tokens = sample_many(logits, params, 700 if draw == "gumbel" else 2000, draw=draw)
     values = edited_logits(logits.float().numpy(), params, [0])
     assert p_value(tokens, probabilities(values, params)) > 1e-3
 

@@ -190,6 +190,11 @@ def test_top_p_just_below_one_beside_others() -> None:
     assert together.status.tolist() == [Status.OK] * 3
     others = sample_each(logits, [SamplingParams(top_p=0.5), *mixed[1:]])
     assert together.tokens[1:].tolist() == others.tokens[1:].tolist()
+    # The row itself keeps all it has: each attempt at the whole row is the token.
+    kept, _ = survivors(logits[0], Settings(temperature=1.0, top_k=logits.shape[1], top_p=BELOW_ONE))
+    assert len(kept) == logits.shape[1]
+    tokens, plain = (sample_many(logits[0], params, 500) for params in (mixed[0], SamplingParams()))
+    assert tokens.tolist() == plain.tolist()
 
 
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"min_p": 0.99}, {"top_k": 150_000}], ids=str)
