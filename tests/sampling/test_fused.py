@@ -267,7 +267,7 @@ def test_grammar_masks_forbid_ids_of_their_rows_only() -> None:
     masks[0, 3], masks[1, 21] = 1 << 7, -(1 << 31)  # ids 103 and 703, which lies past the vocabulary
     rows = torch.tensor([-1, 0, -1, 1])
     asked = [SamplingParams(temperature=0), SamplingParams(top_p=0.9), EVERYTHING, SamplingParams()]
-    none: dict[str, Any] = {"masks": masks[:0], "mask_rows": torch.full((4,), -1)}
+    none: dict[str, Any] = {"masks": masks[:1], "mask_rows": torch.full((4,), -1)}
     for fused in (True, False):
         free = sample(joined(asked, fused=fused), logits, range(4))
         masked = sample(joined(asked, fused=fused), logits, range(4), masks=masks, mask_rows=rows)
@@ -304,11 +304,18 @@ def test_multinomial_draws_are_among_the_kept_tokens() -> None:
         assert drawn == kept or len(kept) > 3
 
 
-def test_masks_of_another_width_are_refused() -> None:
-    masks, rows = torch.zeros(1, 21, dtype=torch.int32), torch.tensor([0])
-    for fused in (True, False):
+def test_masks_that_do_not_fit_are_refused(fused: bool) -> None:
+    words, rows, state = torch.zeros(1, 22, dtype=torch.int32), torch.tensor([0]), joined(ASKED[:1], fused=fused)
+    for masks in (words[:, :21], words.long(), words[:0], words[0]):
         with pytest.raises(ValueError, match="masks must have 22 words"):
-            sample(joined(ASKED[:1], fused=fused), torch.zeros(1, VOCAB), [0], masks=masks, mask_rows=rows)
+            sample(state, torch.zeros(1, VOCAB), [0], masks=masks, mask_rows=rows)
+    incomplete: list[dict[str, Any]] = [{"masks": words}, {"mask_rows": rows}]
+    for some in [*incomplete, {"masks": words, "mask_rows": rows.expand(2)}]:
+        with pytest.raises(ValueError, match="masks and mask_rows go together"):
+            sample(state, torch.zeros(1, VOCAB), [0], **some)
+    if not fused:
+        with pytest.raises(ValueError, match="mask_rows has 1, and there are 1 masks"):
+            sample(state, torch.zeros(1, VOCAB), [0], masks=words, mask_rows=rows + 1)
 
 
 def test_logits_may_lie_in_memory_in_any_way() -> None:

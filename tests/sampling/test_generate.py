@@ -22,6 +22,7 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -106,6 +107,7 @@ class EndsRow(StoppingCriteria):
 GREEDY: list[dict[str, Any]] = [
     {"repetition_penalty": 1.5},
     {"repetition_penalty": 0.5},
+    {"repetition_penalty": 1000.0},
     {"eos_token_id": 222},
     {"eos_token_id": [222, 190], "min_new_tokens": 12},
     {"eos_token_id": 222, "min_length": 20},
@@ -249,6 +251,9 @@ def test_what_stands_before_a_foreign_processor_stays_there(model: Any) -> None:
         (TopKLogitsWarper(5, filter_value=-1.0), [], {}),
         (TopPLogitsWarper(0.5, min_tokens_to_keep=2), [], {}),
         (MinPLogitsWarper(0.5, min_tokens_to_keep=2), [], {}),
+        (TopPLogitsWarper(0.0), [], {}),  # out of the sampler's bounds
+        (RepetitionPenaltyLogitsProcessor(1000.0), [], {}),
+        (SequenceBiasLogitsProcessor([[[3], 1e31]]), [], {}),
         (type("TemperatureLogitsWarper", (TemperatureLogitsWarper,), {})(0.5), [], {}),  # a subclass
     ],
 )
@@ -266,12 +271,13 @@ def test_only_what_means_the_same_is_translated(processor: Any, after: list[Any]
         {"top_k": 0, "temperature": 1.7},
         {"top_k": 12},
         {"top_k": 0, "top_p": 0.7},
+        {"top_k": 0, "top_p": 0.0},
         {"top_k": 0, "min_p": 0.05},
         ALL,
         {**ALL, "no_repeat_ngram_size": 2},
         {"top_k": 30, "top_p": 0.8, "logits_processor": LogitsProcessorList([Doubled()])},
     ],
-    ids=["plain", "temperature", "top-k", "top-p", "min-p", "all", "all-and-foreign", "own"],
+    ids=["plain", "temperature", "top-k", "top-p", "top-p of 0", "min-p", "all", "all-and-foreign", "own"],
 )
 def test_tokens_have_the_distribution_of_transformers(model: Any, asked: dict[str, Any]) -> None:
     count = 1200
@@ -343,9 +349,7 @@ def test_seeds(model: Any) -> None:
         ("eta_cutoff", {"eta_cutoff": 0.01, "do_sample": True}),
         ("top_h", {"top_h": 0.5, "do_sample": True}),
         ("watermarking_config", {"watermarking_config": WatermarkingConfig(bias=2.0)}),
-        ("repetition_penalty", {"repetition_penalty": 1000.0}),
-        ("top_p", {"top_p": 0.0, "do_sample": True}),
-        ("logit_bias", {"sequence_bias": [[[9999], 1.0]]}),
+        ("sequence_bias", {"sequence_bias": [[[9999], 1.0]]}),
         ("seed", {"seed": "one"}),
         ("seed", {"seed": [1, 2]}),
         ("seed", {"seed": 2**63}),

@@ -184,6 +184,17 @@ def test_prompts_outside_the_vocabulary_are_refused(prompt: list[int]) -> None:
         SamplingState(1, VOCAB, 16).join(0, SamplingParams(), prompt, seed=0)
 
 
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 1.0, None])
+def test_a_seed_of_more_bits_is_refused_before_anything_is_written(seed: Any, fused: bool) -> None:
+    state = new_state(1, VOCAB, 16, fused=fused)
+    join(state, 0, DEMANDING, -(2**63), [4])
+    before, history = state.settings[0], state.history.clone()
+    with pytest.raises(ValueError, match="seed must be an integer from -9223372036854775808 to 9223372036854775807"):
+        state.join(0, SamplingParams(), [9], seed=seed)
+    assert state.settings[0] == before
+    assert state.history.equal(history)
+
+
 def test_sequences_that_are_too_long_are_refused() -> None:
     state = SamplingState(1, VOCAB, 4)
     state.join(0, SamplingParams(), [1, 2], seed=0, output_ids=[3, 4])

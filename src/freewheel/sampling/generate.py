@@ -78,9 +78,10 @@ def sample(
 
     Temperature, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``bad_words_ids``, ``suppress_tokens``,
     ``min_length``, ``min_new_tokens`` and a ``sequence_bias`` of single tokens are Freewheel's to apply. They are known
-    by the processors that ``generate`` made of them. Any other processor (one of the user's, or that of
-    ``no_repeat_ngram_size``...) gets a float32 copy of the logits, together with the processors before it: each is
-    applied once, in the order of transformers. Otherwise the sampler reads the logits in the model's own type.
+    by the processors that ``generate`` made of them. Any other processor (one of the user's, that of
+    ``no_repeat_ngram_size``, one with a value that ``SamplingParams`` has no room for...) gets a float32 copy of the
+    logits, together with the processors before it: each is applied once, in the order of transformers. Otherwise the
+    sampler reads the logits in the model's own type.
 
     Tokens have the distribution that transformers gives them, but for rounding and:
 
@@ -134,6 +135,9 @@ def sample(
     max_length = max(width + 1, stopping_criteria.max_length or 0, generation_config.max_length or 0)
     state = SamplingState(rows, outputs.logits.shape[-1], max_length, device=device)
     banned = [word for word in banned if all(0 <= token < state.vocab_size for token in word)]  # the rest never occur
+    foreign = [token for token in dict(params.logit_bias or ()) if token >= state.vocab_size]
+    if foreign:
+        raise ValueError(f"sequence_bias has id {foreign[0]}, outside the vocabulary of {state.vocab_size} tokens")
     for row, prompt in enumerate(prompts):
         state.join(row, params, prompt, seed=seeds[row], bad_word_ids=banned, end_ids=end_ids)
     sampler, slots = Sampler(state), torch.arange(rows, device=device)
@@ -236,7 +240,7 @@ def _translate(processors: Any, width: int, do_sample: Any) -> tuple[Any, Sampli
         ``SamplingState.join``.
     """
     left, asked, place = type(processors)(processors), {}, len(_ORDER)
-    while left and (meaning := _meaning(left[-1], width)):
+    while left and (meaning := _meaning(left[-1], width)) and _takes(*meaning):
         field, value = meaning
         known = asked.get(field)
         if field == "banned":
@@ -254,6 +258,15 @@ def _translate(processors: Any, width: int, do_sample: Any) -> tuple[Any, Sampli
     if not do_sample:
         asked["temperature"] = 0.0
     return left, SamplingParams(max_tokens=None, min_tokens=max(least, 0), **asked), banned, end_ids
+
+
+def _takes(field: str, value: Any) -> bool:
+    """Whether the value is within the sampler's bounds; if not, the processor of transformers may well have a use."""
+    try:
+        SamplingParams(**({field: value} if field in SamplingParams.__dataclass_fields__ else {}))
+    except ValueError:
+        return False
+    return True
 
 
 def _kind(processor: Any) -> str:

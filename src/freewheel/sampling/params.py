@@ -101,7 +101,7 @@ class SamplingParams:
             "max_tokens": _optional_integer("max_tokens", self.max_tokens, 0, MAX_INT),
             "stop": _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop),
             "stop_token_ids": _ids("stop_token_ids", self.stop_token_ids),
-            "seed": _optional_integer("seed", self.seed, -(2**63), 2**63 - 1),
+            "seed": None if self.seed is None else check_seed(self.seed),
             "logprobs": _optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
             "prompt_logprobs": _optional_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
         }
@@ -175,6 +175,15 @@ def check_text(name: str, text: str) -> None:
         raise ValueError(
             f"{name} has a lone surrogate at character {error.start}: it is not valid text, or was not UTF-8"
         ) from None
+
+
+def check_seed(value: Any) -> int:
+    """A key of draws.
+
+    Raises:
+        ValueError: not a signed 64-bit integer.
+    """
+    return _integer("seed", value, -(2**63), 2**63 - 1)
 
 
 def check_temperature(value: Any) -> float:

@@ -45,7 +45,7 @@ class SampleRows:
             time, at the end of its sequence.
         masks: int32 [masks, words], a bit for each id that a grammar permits, 32 ids a word from the lowest bit on;
             words is the vocabulary's size over 32, rounded up.
-        mask_rows: int64 [rows], which mask each row has; -1 for none.
+        mask_rows: int64 [rows], which mask each row has; -1 for none. Kernels take it for granted that the mask exists.
         paths: int64 [rows, depth], the tokens of each row's path in a draft tree, which stand before its position and
             are not in the history; the last one in the last column, -1 where there are none. Not on CUDA devices yet.
         each: most rows of a slot. Kernels have programs for as many demanding rows as there may be.
@@ -126,8 +126,8 @@ class Sampler:
             rows: where each row belongs.
 
         Raises:
-            ValueError: logits, slots and positions of shapes that do not fit; masks of another width than the
-                vocabulary's, not int32, or without rows; paths on a device whose kernels do not see them.
+            ValueError: logits, slots, positions and masks of shapes or types that do not fit; on CPUs, a mask that
+                does not exist; paths on a device whose kernels do not see them.
         """
         count, vocab = len(rows.slots), self.state.vocab_size
         if logits.shape != (count, vocab) or rows.positions.shape != rows.slots.shape:
@@ -135,17 +135,20 @@ class Sampler:
                 f"logits must have the shape {(count, vocab)}, of {count} slots and a vocabulary of {vocab}, and there "
                 f"must be as many positions: here are {tuple(logits.shape)} and {tuple(rows.positions.shape)}"
             )
-        words = -(-vocab // 32)
-        masks = rows.masks
-        if masks is not None and (masks.shape[1] != words or masks.dtype != torch.int32 or rows.mask_rows is None):
-            raise ValueError(f"masks must have {words} words of 32 bits, and mask_rows must say whose they are")
+        masks, mask_rows, words = rows.masks, rows.mask_rows, -(-vocab // 32)
+        if (masks is None) != (mask_rows is None) or (mask_rows is not None and len(mask_rows) != count):
+            raise ValueError("masks and mask_rows go together, and mask_rows must say for each row which mask it has")
+        if masks is not None and (masks.dtype != torch.int32 or not len(masks) or masks.shape[1:] != (words,)):
+            raise ValueError(f"masks must have {words} words of 32 bits, int32, and be at least one")
         if rows.paths is not None and self._fused is not None:
             raise ValueError("paths must be None: kernels do not see the tokens on a path yet")
         logits, valid = logits.detach(), self.state.valid_vocab_size
         if self._fused is not None:
             return self._sample_fused(self._fused, logits, rows)
         logits = logits[:, :valid] if valid < vocab else logits
-        masked = [-1] * len(rows.slots) if rows.mask_rows is None else rows.mask_rows.tolist()
+        masked = [-1] * count if masks is None or mask_rows is None else mask_rows.tolist()
+        if masks is not None and max(masked, default=-1) >= len(masks):
+            raise ValueError(f"mask_rows has {max(masked)}, and there are {len(masks)} masks")
         settings, positions = [self.state.settings[slot] for slot in rows.slots.tolist()], rows.positions.tolist()
         kinds = [
             asked.needs & (RANDOM | TRUNCATED) | (asked.edited(position) or mask >= 0) * _EDITED
@@ -213,7 +216,7 @@ class Sampler:
         """
         values = logits.to(torch.float32, copy=True)
         sick = ~(values.amax(1) < torch.inf)
-        if rows.masks is not None and rows.mask_rows is not None and len(rows.masks):
+        if rows.masks is not None and rows.mask_rows is not None:
             ids = torch.arange(values.shape[1], device=values.device)
             mask_rows = rows.mask_rows[at]
             permitted = (rows.masks[mask_rows.clamp(min=0)][:, ids >> 5] >> (ids & 31)) & 1

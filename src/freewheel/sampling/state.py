@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from freewheel.sampling import tables
-from freewheel.sampling.params import SamplingParams
+from freewheel.sampling.params import SamplingParams, check_seed
 from freewheel.sampling.pool import ListPool, upload
 from freewheel.sampling.tables import Tables
 
@@ -149,8 +149,10 @@ class SamplingState:
             checked: ``params.check_vocabulary`` has passed with the same ids, and need not be repeated.
 
         Raises:
-            ValueError: ids outside the vocabulary, or a sequence longer than ``max_length``.
+            ValueError: ids outside the vocabulary, a sequence longer than ``max_length``, or a seed of more bits. The
+                slot is as it was.
         """
+        seed = check_seed(seed)
         bad_word_ids = [word for word in bad_word_ids if len(word)]
         end_ids = tuple(end_ids)
         if not checked:
