@@ -131,14 +131,21 @@ def test_a_demanding_sequence_takes_over_in_a_running_batch(fused: bool) -> None
         alone.append(torch.tensor([0]), torch.tensor([position]), expected.tokens)
 
 
-def test_count_rows_exist_only_for_slots_with_penalties() -> None:
-    state = SamplingState(8, VOCAB, 16)
+def test_count_rows_exist_only_for_slots_with_penalties(fused: bool) -> None:
+    state = new_state(8, VOCAB, 16, fused=fused)
     for slot in range(8):
-        join(state, slot, {"presence_penalty": 0.5} if slot in (2, 5) else {}, slot, [])
-    assert (state.count_rows >= 0).nonzero().flatten().tolist() == [2, 5]
+        fields = {"presence_penalty": 0.5} if slot in (2, 5) else {"logit_bias": {slot: 1.0}, "min_tokens": 3}
+        join(state, slot, {} if slot == 0 else fields, slot, [])
+    rows = [settings.count_row for settings in state.settings]
+    assert [slot for slot, row in enumerate(rows) if row >= 0] == [2, 5]
     state.leave(2)
     join(state, 7, {"repetition_penalty": 1.2}, 0, [])
-    assert sorted(state.count_rows.tolist()) == [-1] * 6 + [0, 1]
+    assert sorted(settings.count_row for settings in state.settings) == [-1] * 6 + [0, 1]
+    if state.tables is None:
+        assert state.count_rows.tolist() == [settings.count_row for settings in state.settings]
+    else:
+        assert state.tables.counts.shape == (2, VOCAB)
+        assert state.tables.values.shape == (8, VOCAB)
 
 
 def test_a_row_without_a_token_is_not_appended(fused: bool) -> None:

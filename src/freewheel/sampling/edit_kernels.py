@@ -14,6 +14,7 @@ from freewheel.sampling.kernels import (
     EDIT_ROW,
     EDITED_UNTIL,
     FREQUENCY,
+    KIND_BITS,
     LISTED,
     LISTED_COUNT,
     MIN_TOKENS,
@@ -44,7 +45,8 @@ def edit(inputs, IDS: tl.constexpr, CHAINED: tl.constexpr):
         return
     edit_row = _setting(inputs.settings, slot, EDIT_ROW)
     plane = inputs.bits + edit_row * (PLANES * inputs.words)
-    penalised = (_setting(inputs.settings, slot, EDIT_KINDS) & PENALISED) != 0
+    kinds = _setting(inputs.settings, slot, EDIT_KINDS)
+    penalised = (kinds & PENALISED) != 0
     start = _setting(inputs.settings, slot, EDIT_LIST)
     listed = _setting(inputs.settings, slot, LISTED_COUNT)
     seen_tokens = tl.where(penalised, position, 0)
@@ -95,7 +97,8 @@ def edit(inputs, IDS: tl.constexpr, CHAINED: tl.constexpr):
             seen = inside & _bit(
                 tl.load(plane + SEEN * inputs.words + (ids >> 5), mask=inside, other=0), ids.to(tl.int32)
             )
-            times = tl.load(inputs.counts + edit_row * inputs.vocab_size + ids, mask=seen, other=0).to(tl.float32)
+            counts = inputs.counts + (kinds >> KIND_BITS) * inputs.vocab_size
+            times = tl.load(counts + ids, mask=seen, other=0).to(tl.float32)
             lowered = tl.where(values > 0, values / repetition, values * repetition)
             lowered = lowered - times * frequency - tl.where(times > 0, presence, 0.0)
             values = tl.where(seen, lowered, values)
@@ -117,10 +120,12 @@ def add_token(sequences, slot, position, token):
     """
     if (token >= 0) & (position < sequences.max_length):
         tl.store(sequences.history + slot * sequences.max_length + position, token)
-        if (_setting(sequences.settings, slot, EDIT_KINDS) & PENALISED) != 0:
+        kinds = _setting(sequences.settings, slot, EDIT_KINDS)
+        if (kinds & PENALISED) != 0:
             edit_row = _setting(sequences.settings, slot, EDIT_ROW)
             plane = sequences.bits + edit_row * (PLANES * sequences.words) + (token >> 5)
             bit = (tl.full([], 1, tl.int64) << (token & 31)).to(tl.int32)
-            tl.atomic_add(sequences.counts + edit_row * sequences.vocab_size + token, 1, sem="relaxed")
+            counts = sequences.counts + (kinds >> KIND_BITS) * sequences.vocab_size
+            tl.atomic_add(counts + token, 1, sem="relaxed")
             tl.atomic_or(plane + SEEN * sequences.words, bit, sem="relaxed")
             tl.atomic_or(plane + TOUCHED * sequences.words, bit, sem="relaxed")

@@ -77,6 +77,7 @@ RANKS = tl.constexpr(tables.RANKS)
 PLANES = tl.constexpr(tables.PLANES)
 LIMITED = tl.constexpr(tables.LIMITED)
 PENALISED = tl.constexpr(tables.PENALISED)
+KIND_BITS = tl.constexpr(tables.KIND_BITS)
 
 TRUNCATED = tl.constexpr(state.TRUNCATED)
 NUCLEUS = tl.constexpr(state.NUCLEUS)

@@ -201,8 +201,7 @@ class SamplingState:
                 held_back=ids,
                 bad_words=bad_word_ids,
             )
-            if params.uses_penalties:
-                count_row = columns[tables.EDIT_ROW]
+            count_row = self.tables.count_rows.get(slot, -1)
         self.settings[slot] = Settings(
             needs=needs,
             seed=seed,

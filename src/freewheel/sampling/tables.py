@@ -4,8 +4,11 @@ A slot's numbers are one row of ``settings``. What changes single logits lies in
 that ask for such changes: for each id of the vocabulary one bit in each of four planes, a count and a value,
 
     bits    [rows, 5, words]  allowed | seen | touched | listed | ranks (listed ids before the word, not a bit plane)
-    counts  [rows, vocab]     how often the output has the id
     values  [rows, vocab]     the edited logits of the touched ids; written and read within one step
+
+in a row of counts, which only slots with penalties have,
+
+    counts  [count rows, vocab]  how often the output has the id
 
 and in a list: five numbers for each listed id, in ascending order (the id, its bias as float32 bits, whether it is held
 back, where the bad words that end in it begin, how many these are), then two for each word (where its tokens begin, how
@@ -27,8 +30,8 @@ from freewheel.sampling.pool import ListPool, upload
 """Columns of the settings: int64, or float64 seen as int64."""
 
 ALLOWED, SEEN, TOUCHED, LISTED, RANKS, PLANES = range(6)
-LIMITED, PENALISED = 1, 2
-"""Kinds of edits: some ids only are allowed; penalties."""
+LIMITED, PENALISED, KIND_BITS = 1, 2, 2
+"""Kinds of edits: some ids only are allowed; penalties. The bits above them are the slot's row of counts."""
 
 
 class Tables:
@@ -37,7 +40,9 @@ class Tables:
     Attributes:
         settings: int64 [slots, COLUMNS].
         lists: pool of int32, the lists described above.
-        bits, counts, values: int32 [rows, PLANES, words], int32 [rows, vocab] and float32 [rows, vocab].
+        bits, values: int32 [rows, PLANES, words] and float32 [rows, vocab].
+        counts: int32 [count rows, vocab].
+        count_rows: the row of counts of each slot that has one.
         moves: how often storage has moved to a larger place: a CUDA graph captured before the last move is void.
     """
 
@@ -54,6 +59,8 @@ class Tables:
         self.moves = 0
         self._rows: dict[int, int] = {}
         self._free_rows: list[int] = []
+        self.count_rows: dict[int, int] = {}
+        self._free_count_rows: list[int] = []
 
     def join(self, slot: int, integers: Mapping[int, int], reals: Mapping[int, float]) -> None:
         """Write the slot's numbers, by column, in one transfer; columns that are not named become 0."""
@@ -102,18 +109,20 @@ class Tables:
 
         row = self._take_row(slot)
         upload(self.bits[row], torch.from_numpy(bits))
+        kinds = (allowed is not None) * LIMITED
         if seen is not None:
+            count_row = self._take_count_row(slot)
+            kinds |= PENALISED | count_row << KIND_BITS
             made = torch.empty(len(output), dtype=torch.int64, device=self.device)
             upload(made, torch.tensor(output, dtype=torch.int64))
-            self.counts[row].zero_().scatter_add_(0, made, torch.ones_like(made, dtype=torch.int32))
-        kinds = (allowed is not None) * LIMITED | (seen is not None) * PENALISED
+            self.counts[count_row].zero_().scatter_add_(0, made, torch.ones_like(made, dtype=torch.int32))
         columns = {EDIT_ROW: row, EDIT_KINDS: kinds, LISTED_COUNT: len(listed)}
         if listed:
             columns[EDIT_LIST] = self._put_list(slot, listed, bias, held_back, words)
         return columns
 
     def leave(self, slot: int) -> None:
-        """Free the slot's row of edits and its list.
+        """Free the slot's rows of edits and counts and its list.
 
         A slot that had them is greedy from now on: others may take them over, and a row that still names the slot must
         not write there. The numbers of one that had none do no harm, and stay until another sequence joins.
@@ -121,6 +130,8 @@ class Tables:
         self.lists.drop(slot)
         if slot in self._rows:
             self._free_rows.append(self._rows.pop(slot))
+            if slot in self.count_rows:
+                self._free_count_rows.append(self.count_rows.pop(slot))
             self.join(slot, {}, {SCALE: log2(e)})
 
     def _put_list(
@@ -153,8 +164,17 @@ class Tables:
             self._free_rows = list(range(rows, max(1, 2 * rows)))
             added = len(self._free_rows)
             self.bits = torch.cat([self.bits, self.bits.new_zeros(added, PLANES, self.words)])
-            self.counts = torch.cat([self.counts, self.counts.new_zeros(added, self.vocab_size)])
             self.values = torch.cat([self.values, self.values.new_zeros(added, self.vocab_size)])
             self.moves += 1
         self._rows[slot] = self._free_rows.pop()
         return self._rows[slot]
+
+    def _take_count_row(self, slot: int) -> int:
+        if not self._free_count_rows:
+            rows = len(self.counts)
+            self._free_count_rows = list(range(rows, max(1, 2 * rows)))
+            added = self.counts.new_zeros(len(self._free_count_rows), self.vocab_size)
+            self.counts = torch.cat([self.counts, added])
+            self.moves += 1
+        self.count_rows[slot] = self._free_count_rows.pop()
+        return self.count_rows[slot]
