@@ -184,10 +184,7 @@ class Sequence:
 
     @property
     def sound(self) -> bool:
-        """Whether a token was drawn after the prompt, or all of it is scored: so its keys and values are no NaN.
-
-        If one is, so are those of all rows of its chunk, earlier ones as well, and must not become anyone else's.
-        """
+        """Whether a token was drawn after the prompt, or all of it is scored, which tells that no value is NaN."""
         return len(self.tokens) > self.prompt_length or (self.prompt_logprobs is not None and not self.scoring)
 
     @property

@@ -41,7 +41,7 @@ MOST_WANTED = 32  # rows of a captured chunk that have logits
 RARE = 4  # times that a demand is met before its step is captured; at least once, which compiles its kernels
 TIMED = 5  # runs by which a step is timed when it is prepared
 PAGES_A_PROGRAM = 128  # that are written
-MOST_WHOLE = 16  # captured for a number of rows; that which was not needed for longest makes room
+MOST_WHOLE = 64  # captured for a number of rows; that which was not needed for longest makes room
 
 
 T = TypeVar("T")

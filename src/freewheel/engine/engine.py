@@ -560,11 +560,8 @@ class Engine:
                     output.finish_reason = FinishReason.LENGTH
             if error is not None:
                 output.finish_reason, output.error = FinishReason.ERROR, error
-            elif caching and len(sequence.tokens) // size > sequence.node.depth:  # a page more may be full
-                if sequence.sound or self._pool.is_finite(
-                    sequence.pages[sequence.node.depth : sequence.computed // size]
-                ):
-                    self._share(sequence)
+            elif caching and len(sequence.tokens) // size > sequence.node.depth and self._is_sound(sequence):
+                self._share(sequence)  # a page more may be full
             if sequence.computed >= sequence.prompt_length:
                 if sequence.followers:
                     self._release_followers(sequence)
@@ -616,6 +613,15 @@ class Engine:
         self._drafting.observe(sequence, drafted[1], accepted)
         sequence.computed, sequence.launched = len(sequence.tokens) - 1, sequence.length - 1
         return None if output.finish_reason else error
+
+    def _is_sound(self, sequence: Sequence) -> bool:
+        """Whether what it computed is known to be finite.
+
+        One NaN makes those of all rows of its chunk NaN, earlier ones as well, and they must not become anyone else's.
+        """
+        if sequence.sound:
+            return True
+        return self._pool.is_finite(sequence.pages[sequence.node.depth : sequence.computed // self._pool.page_size])
 
     def _share(self, sequence: Sequence) -> None:
         """Exchange pages with the prefix tree: full ones go in, and what others computed meanwhile is taken over."""
