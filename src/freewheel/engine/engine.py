@@ -382,7 +382,7 @@ class Engine:
         wanted, guessing = [0] * len(decoding), False
         if 0 < len(decoding) <= BUCKETS[-1]:
             wanted = drafting.nodes(sequences, self._most_nodes)
-            guessing = drafting.guessing
+            guessing = drafting.guessing and not any(wanted)
         if not (guessing or any(wanted) or any(sequence.slack for sequence in sequences)):
             return
         left = min(self._most_rows - sum(row.span.rows for row in rows), MAX_DRAFT_ROWS - len(decoding))

@@ -35,14 +35,15 @@ class ListPool:
         start = self._allocate(len(values))
         self._ranges[slot] = (start, start + len(values))
         upload(self.entries[start : start + len(values)], values)
-        self.starts[slot], self.lengths[slot] = start, len(values)
+        self.starts[slot].fill_(start)  # to assign a number would wait for a device
+        self.lengths[slot].fill_(len(values))
         return start
 
     def drop(self, slot: int) -> None:
         """Free the slot's list, if it has one."""
         if slot in self._ranges:
             self._release(self._ranges.pop(slot))
-            self.lengths[slot] = 0
+            self.lengths[slot].fill_(0)
 
     def get(self, slot: int) -> Tensor:
         """The slot's list, a view."""
