@@ -25,7 +25,7 @@ class DeviceIndex:
     def __init__(
         self, tokens: Tensor, lengths: Tensor, *, orders: Sequence[int] = (8, 4, 2), chain: int = 16, cap: int = 32
     ) -> None:
-        """Make room: with three orders 20 to 32 bytes for each of the tokens there is room for.
+        """Make room: with three orders 24 to 36 bytes for each of the tokens there is room for.
 
         Args:
             tokens: int64 [slots, max_length], which others write; not negative where they are known.
