@@ -10,6 +10,7 @@ from hypothesis import example, given
 
 from freewheel.sampling import Sampler, SampleRows, SamplingParams, SamplingState
 from freewheel.sampling.pool import ListPool
+from freewheel.sampling.tables import most_bytes
 
 VOCAB = 50
 DEMANDING: dict[str, Any] = {
@@ -225,3 +226,14 @@ def test_the_pool_keeps_every_list_through_any_sequence_of_changes(changes: list
     pairs = [(row, value) for row, slot in enumerate(slots) for value in expected.get(slot, [])]
     assert list(zip(rows.tolist(), entries.tolist())) == pairs
     assert len(pool.entries) <= 4 * 6 * 40
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_the_memory_of_edits_is_known_before_anyone_asks_for_them(slots: int) -> None:
+    pytest.importorskip("triton", reason="Triton is made for Linux only")
+    state = new_state(slots, 1000, 16, fused=True)
+    assert state.tables is not None
+    for slot in range(slots):
+        state.join(slot, SamplingParams(frequency_penalty=0.5), [1, 2], seed=0)
+    taken = sum(table.nbytes for table in (state.tables.bits, state.tables.values, state.tables.counts))
+    assert most_bytes(slots, 1000) == taken * 3 // 2

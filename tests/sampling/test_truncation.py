@@ -183,13 +183,13 @@ def test_top_p_just_below_one_keeps_the_mass_it_promises(top_p: float) -> None:
         assert len(set(ids.tolist())) == len(ids) == len(scores)
 
 
-def test_top_p_just_below_one_beside_others() -> None:
+def test_top_p_just_below_one_beside_others(fused: bool) -> None:
     logits = torch.randn(3, 32_768, generator=torch.Generator().manual_seed(9)) * 0.01
     mixed = [SamplingParams(top_p=BELOW_ONE), SamplingParams(top_p=0.9), SamplingParams(top_p=0.99999)]
-    together = sample_each(logits, mixed)
+    together = sample_each(logits, mixed, fused=fused)
     assert together.status.tolist() == [Status.OK] * 3
-    others = sample_each(logits, [SamplingParams(top_p=0.5), *mixed[1:]])
-    assert together.tokens[1:].tolist() == others.tokens[1:].tolist()
+    others = sample_each(logits, [SamplingParams(), *mixed[1:]], fused=fused)
+    assert together.tokens.tolist() == others.tokens.tolist(), "it keeps all, and the others are as they are"
     # The row itself keeps all it has: each attempt at the whole row is the token.
     kept, _ = survivors(logits[0], Settings(temperature=1.0, top_k=logits.shape[1], top_p=BELOW_ONE))
     assert len(kept) == logits.shape[1]

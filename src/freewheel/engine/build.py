@@ -14,6 +14,7 @@ from freewheel.engine.runner import Runner
 from freewheel.models.decoder import kv_bytes_per_token, kv_cache_shape
 from freewheel.models.load import LoadedModel
 from freewheel.sampling import Sampler
+from freewheel.sampling.tables import most_bytes
 
 
 def build_engine(
@@ -47,7 +48,8 @@ def build_engine(
 
         if config.speculation and config.draft_width > MOST_WIDTH:
             raise ValueError(f"draft_width must be at most {MOST_WIDTH} on CUDA devices, not {config.draft_width}")
-        available = max(0, available - working_memory(decoder, config))
+        beside = working_memory(decoder, config) + most_bytes(config.max_num_seqs + 1, spec.vocab_size)
+        available = max(0, available - beside)
     size = size_pool(
         config,
         context_length=spec.max_positions,

@@ -34,6 +34,15 @@ LIMITED, PENALISED, KIND_BITS = 1, 2, 2
 """Kinds of edits: some ids only are allowed; penalties. The bits above them are the slot's row of counts."""
 
 
+def most_bytes(slots: int, vocab_size: int) -> int:
+    """What rows of edits and counts take if each slot has one, with those they replace as they grow.
+
+    Rows double. The lists are not counted.
+    """
+    rows = 1 << max(slots - 1, 0).bit_length()
+    return rows * (PLANES * 4 * -(-vocab_size // 32) + 8 * vocab_size) * 3 // 2
+
+
 class Tables:
     """The device's side of a ``SamplingState``.
 
