@@ -94,8 +94,9 @@ class Sequence:
     tokens more will follow; or fewer, by up to ``slack``, which a device may draft and reject. What is in flight for
     another ``stay`` than the present one is void.
 
-    Where it speculates, ``budget`` says how much it drafts, and ``ngrams`` holds its tokens while it has a slot; or, if
-    the device drafts, ``acceptance`` says what came of it, and ``guess`` is what the host thinks that follows.
+    Where it speculates, ``budget`` says how much it drafts, ``ngrams`` holds its tokens while it has a slot, and
+    ``guess`` is what is thought to follow where drafts do not pay; or, if the device drafts, ``acceptance`` says what
+    came of it.
     """
 
     __slots__ = (

@@ -48,7 +48,7 @@ def build_engine(
 
         if config.speculation and config.draft_width > MOST_WIDTH:
             raise ValueError(f"draft_width must be at most {MOST_WIDTH} on CUDA devices, not {config.draft_width}")
-        beside = working_memory(decoder, config) + most_bytes(config.max_num_seqs + 1, spec.vocab_size)
+        beside = working_memory(decoder, config) + most_bytes(config.max_num_seqs, spec.vocab_size)
         available = max(0, available - beside)
     size = size_pool(
         config,
