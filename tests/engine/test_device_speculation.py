@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from freewheel.cache.pool import KVPool
 from freewheel.engine.runner import Runner
 from freewheel.request import Request, Sequence
-from freewheel.sampling import SamplingParams
+from freewheel.sampling import Samples, SamplingParams, SamplingState
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
 
@@ -19,7 +20,7 @@ from mock_model import Collected, collect, run
 from test_device_runner import DEVICE, make_engine
 
 from freewheel.engine.device_runner import DeviceRunner
-from freewheel.engine.draft_step import GUESSED, DraftStep
+from freewheel.engine.draft_step import GUESSED, DeviceDrafts, DraftStep
 from freewheel.engine.drafting import DeviceDrafting, Guess, StepTimes, judged
 from freewheel.engine.engine import Engine
 from freewheel.engine.ring import Outbox
@@ -222,21 +223,26 @@ def test_drafts_preempt_nobody(copying_model: Path) -> None:
         (1, 8, 7, 5, [7]),
         (8, 64, 7, 2, [7] * 8),
         (2, 4, 2, 3, []),
+        (4, 16, 5, 2, [3, None, 2, 0]),
+        (4, 16, 5, 4, [None, 5]),
     ],
 )
 def test_tiles_are_those_of_the_rows_and_no_more_than_there_is_room_for(
-    size: int, rows: int, nodes: int, tile_rows: int, counts: list[int]
+    size: int, rows: int, nodes: int, tile_rows: int, counts: list[int | None]
 ) -> None:
-    """In buckets that are hardly more than half full as well, whose idle sequences have a tile each."""
-    slots, device = size + 1, torch.device(DEVICE)
-    state: Any = SimpleNamespace(history=torch.zeros(slots, 200, dtype=torch.int64, device=device))
+    """In buckets that are hardly more than half full as well, whose idle sequences have a tile each.
+
+    Some sequences have ended since their draft was asked for: None.
+    """
+    device = torch.device(DEVICE)
+    state: Any = SimpleNamespace(history=torch.zeros(size + 1, 200, dtype=torch.int64, device=device))
     shared: Any = SimpleNamespace(
         state=state,
         pool=SimpleNamespace(device=device),
         rows_per_tile=lambda _: tile_rows,
         width=1,
         depth=nodes,
-        lengths=torch.full((slots,), 10, device=device),
+        lengths=torch.full((size + 1,), 10, device=device),
         index=SimpleNamespace(extend=lambda *_, **__: None, draft=lambda *_, **__: None),
     )
     step = DraftStep(shared, size, rows, nodes, 1, Outbox(device))
@@ -244,13 +250,52 @@ def test_tiles_are_those_of_the_rows_and_no_more_than_there_is_room_for(
     guarded = torch.full((room + size, 4), -7, dtype=torch.int32, device=device)
     step._laid = step._laid._replace(tiles=guarded)  # kernels get the pointer
     step._tiles = room
-    step.put(list(range(len(counts))), [-1] * len(counts), counts)
-    step._trees.counts[: len(counts)] = torch.tensor(counts, dtype=torch.int32)
+    slots = [-1 if count is None else slot for slot, count in enumerate(counts)]
+    step.put(slots, [-1] * len(counts), [5] * len(counts))
+    step._trees.counts[: len(counts)] = torch.tensor([count or 0 for count in counts], dtype=torch.int32)
     step.begin()
     assert (guarded[room:] == -7).all()
     expected, origin = [], 0
     for slot, count in enumerate(counts):
+        if count is None:
+            continue
         for first in range(0, 1 + count, tile_rows):
             expected.append([origin + first, min(tile_rows, 1 + count - first), slot, origin])
         origin += 1 + count
     assert [tile for tile in guarded[:room].tolist() if tile[1]] == expected
+    rows_of = [slot for slot, count in enumerate(counts) if count is not None for _ in range(1 + count)]
+    assert step._laid.slots.tolist() == rows_of + [-1] * (rows - len(rows_of))
+    assert step._laid.sample_slots.tolist() == rows_of + [size] * (rows - len(rows_of))
+
+
+def test_who_ends_within_a_draft_is_idle_and_what_it_accepted_is_in_place() -> None:
+    """The host launches more steps before it knows, and shares the pages with others when it does."""
+    device, nodes, page_size = torch.device(DEVICE), 4, 4
+    state = SamplingState(4, 50, 32, device=device, fused=True)
+    state.join(0, SamplingParams(), [10, 11, 12, 13, 14], seed=0, noticed_ids=[4])
+    state.join(1, SamplingParams(), [15, 16], seed=0, noticed_ids=[3])
+    state.join(2, SamplingParams(), [17], seed=0, noticed_ids=[5])
+    pool = KVPool(torch.arange(32.0, device=device).reshape(1, 2, 1, 4, page_size, 1), slots=4)
+    table = torch.tensor([[2, 1, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]], dtype=torch.int32, device=device)
+    shared = DeviceDrafts(state, pool, table, rows_per_tile=lambda _: 4, width=2, depth=3)
+    none: Any = SimpleNamespace(extend=lambda *_, **__: None, draft=lambda *_, **__: None)
+    shared.index = none  # the tree is given
+    shared.lengths[:3] = torch.tensor([5, 2, 1])
+    step = DraftStep(shared, 4, 8, nodes, 2, Outbox(device))
+    step.put([0, 1, 2], [-1] * 3, [nodes, 0, 0])
+    step._trees.counts[0] = nodes
+    for column, numbers in [("tokens", [20, 21, 4, 30]), ("parents", [-1, -1, 1, 2]), ("depths", [1, 1, 2, 3])]:
+        getattr(step._trees, column)[0] = torch.tensor(numbers)
+    step.begin()
+    # Of the first: at its root the second node, there its end, after which its last node would have been accepted.
+    sampled = torch.tensor([21, 0, 4, 30, 31, 6, -1, 0], device=device)
+    step.end(Samples(sampled, torch.tensor([0] * 6 + [2, 0], dtype=torch.uint8, device=device), None))
+    result = step.launched(None).result()
+    assert (result.tokens, result.statuses) == ([21, 4, 6, -1], [0, 0, 0, 2])
+    assert state.history[:2, :8].tolist() == [[10, 11, 12, 13, 14, 21, 4, 4], [15, 16, 6, 0, 0, 0, 0, 0]]
+    assert step._columns.slots.tolist() == [-1, 1, -1, -1]
+    [keys, _] = pool.planes.flatten(1).tolist()
+    assert keys[4:8] == [4.0, 6.0, 6.0, 7.0], "place 6 of the first, its second node, goes to place 5"
+    assert keys[:4] + keys[8:] == [float(place) for place in (*range(4), *range(8, 16))]
+    step.begin()
+    assert step._laid.slots.tolist() == [1] + [-1] * 7

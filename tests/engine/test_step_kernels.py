@@ -45,7 +45,7 @@ for kernel, inputs, constants in [
     (settle, DraftInputs(*["*i64"] * 4), {"DRAFTS": True}),
     (settle, DraftInputs(*["*i64"] * 4), {"NODES": 1, "PADDED": 2, "DRAFTS": False}),
     (judge, DraftInputs(*["*i64"] * 4), {"GUESSED": 8}),
-    (compact, DraftInputs(*["*i64"] * 4), {"PAGE_SIZE": 16, "HEAD_DIM": 80, "DIM": 128}),
+    (compact, None, {"PAGE_SIZE": 16, "HEAD_DIM": 80, "DIM": 128}),
 ]:
     constants = {name: size for name, size in sizes.items() if name in kernel.arg_names} | constants
     given = {**types, "inputs": inputs}
@@ -58,8 +58,8 @@ for kernel, inputs, constants in [
 def test_tokens_go_to_sequences_and_host_and_rows_move_on() -> None:
     places, slots = 3, [2, 0, -1]
     state = SamplingState(4, 50, 16, device=DEVICE, fused=True)
-    state.join(2, SamplingParams(frequency_penalty=1.0), [5, 6], seed=0)
-    state.join(0, SamplingParams(), [7], seed=0)
+    state.join(2, SamplingParams(frequency_penalty=1.0), [5, 6], seed=0, noticed_ids=[*range(40, 47), 12, 10])
+    state.join(0, SamplingParams(), [7], seed=0, noticed_ids=[12])
     columns = torch.tensor([slots, [1, 0, 8], [2, 1, 9], [2, 0, 3], [1, 1, 0]], device=DEVICE)
     ring = Ring(places, (2, 3), DEVICE)
     ring.words.fill_(-7)
@@ -67,16 +67,16 @@ def test_tokens_go_to_sequences_and_host_and_rows_move_on() -> None:
     history = state.history.clone()
     chained = dependent_launch(DEVICE)
     options: dict[str, Any] = {"launch_pdl": True} if chained else {}
-    drawn = [([10, 20, 30], [0, 0, 0]), ([11, -1, 31], [0, 2, 0]), ([10, 22, 32], [0, 0, 1])]
+    # Of many ends the last are not noticed; those of the other sequence are no end.
+    drawn = [([10, 20, 30], [0, 0, 0]), ([11, 0, 31], [0, 0, 0]), ([10, 43, 32], [0, 0, 1])]
     for step, (tokens, statuses) in enumerate(drawn):
         step_kernels.advance[(3,)](
             StepInputs(*columns.unbind()), torch.tensor(tokens, device=DEVICE),
-            torch.tensor(statuses, dtype=torch.uint8, device=DEVICE), ring.words, sequences_of(state),
+            torch.tensor(statuses, dtype=torch.uint8, device=DEVICE), ring.words, sequences_of(state), 3,
             **{"PLACES": places, "CHAINED": chained}, **options,
         )  # fmt: skip
         for row, position in enumerate((2 + step, 1 + step)):
-            if tokens[row] >= 0:
-                history[slots[row], position] = tokens[row]
+            history[slots[row], position] = tokens[row]
         number = ring.launched()
         assert ring.result(number).tolist() == [[*tokens[:2], -7], [*statuses[:2], -7]]
         assert torch.equal(state.history, history)
@@ -86,6 +86,30 @@ def test_tokens_go_to_sequences_and_host_and_rows_move_on() -> None:
     counts = state.tables.counts[int(state.tables.settings[2, tables.EDIT_ROW])]
     assert counts.nonzero().flatten().tolist() == [10, 11]
     assert counts[[10, 11]].tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(("ends", "last"), [([4, 12], 12), ([0], 0), ([], -1), ([*range(20, 28)], -1)])
+def test_a_row_is_idle_once_its_sequence_has_ended(ends: list[int], last: int) -> None:
+    """With one of its ends, or without a token, while the host does not know it yet."""
+    state = SamplingState(3, 50, 16, device=DEVICE, fused=True)
+    state.join(0, SamplingParams(), [7], seed=0, noticed_ids=ends)
+    state.join(1, SamplingParams(), [8], seed=0)
+    columns = torch.tensor([[0, 1], [0, 0], [1, 1], [0, 1], [0, 0]], device=DEVICE)
+    ring = Ring(2, (2, 2), DEVICE)
+    chained = dependent_launch(DEVICE)
+    options: dict[str, Any] = {"launch_pdl": True} if chained else {}
+    for tokens in ([last, 12], [30, 31]):
+        step_kernels.advance[(2,)](
+            StepInputs(*columns.unbind()), torch.tensor(tokens, device=DEVICE),
+            torch.zeros(2, dtype=torch.uint8, device=DEVICE), ring.words, sequences_of(state), 2,
+            **{"PLACES": 2, "CHAINED": chained}, **options,
+        )  # fmt: skip
+        ring.launched()
+    assert ring.result(0)[0].tolist() == [last, 12]
+    assert int(ring.result(1)[0, 1]) == 31
+    assert columns[[0, 3]].tolist() == [[-1, 1], [2, 1]], "the draw of an idle row is of the slot that nobody has"
+    assert columns[:3, 1].tolist() == [1, 2, 3]
+    assert state.history[:2, 1:4].tolist() == [[max(last, 0), 0, 0], [12, 31, 0]]
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 8, 16])

@@ -125,6 +125,7 @@ class DeviceRunner(Runner):
         """Another sequence has the slot."""
         self._lengths.pop(slot, None)
         self._entered.add(slot)
+        self._forget()  # the row of the one before may have ended by itself
 
     def preparations(self) -> list[tuple[str, Callable[[], None]]]:
         """Compiling kernels and capturing graphs, the largest first: what it leaves serves the others."""
@@ -212,9 +213,12 @@ class DeviceRunner(Runner):
         for part in parts:
             if isinstance(part, (Decoded, Drafted)):
                 part.take_back()
+        self._forget()
+        self._lengths.clear()
+
+    def _forget(self) -> None:
         for step in (*self._steps.values(), *self._draft_steps.values()):
             step.forget()
-        self._lengths.clear()
 
     def _decode(self, spans: Sequence[Span]) -> InFlight:
         slots = [span.slot for span in spans]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from freewheel.sampling.edit_kernels import add_token
+from freewheel.sampling.edit_kernels import add_token, ends_of, is_end
 from freewheel.speculative.draft_kernels import child_of
 
 
@@ -26,7 +26,7 @@ class DraftInputs(NamedTuple):
     """What a step is told of its sequences: int64 [sequences] each.
 
     Attributes:
-        slots: of each; -1 of idle ones, which come last.
+        slots: of each; -1 of idle ones: those whose sequence has ended since, and the last ones.
         lengths: that they have from now on; -1 where the device knows.
         most_nodes: that may be drafted.
         places: where in the ring the results go.
@@ -125,7 +125,7 @@ def lay_out(
     number = tl.arange(0, SEQUENCES)
     active = tl.load(inputs.slots + number, mask=number < sequences, other=-1) >= 0
     count = tl.load(trees.counts + number, mask=active, other=0)
-    start = own + tl.sum(tl.where(number < own, count, 0), 0)
+    start = tl.sum(tl.where((number < own) & active, 1 + count, 0), 0)
     nodes = tl.sum(tl.where(number == own, count, 0), 0)
     slot = tl.load(inputs.slots + own)
     tl.store(rows.starts + own, start)
@@ -177,7 +177,8 @@ def settle(
 ):  # fmt: skip
     """Walk each tree by the tokens sampled at its rows, and append what the walk meets.
 
-    What lies past the longest sequence is not appended: the host ends it there, later. Leaves the path in ``paths``,
+    What lies past the longest sequence is not appended: the host ends it there, later. A sequence that ends with one of
+    these tokens takes no more, and is idle from then on. Leaves the path in ``paths``,
     int32 [sequences, 1 + NODES], rows of the tree and then -1; and in the ring, int64 [PLACES, sequences,
     3 + 3 * (1 + NODES)], how many nodes there were and how deep if the step DRAFTS, how many rows the walk met, and of
     each its token, its status, and its row among those of the step.
@@ -198,6 +199,7 @@ def settle(
         result = ring + (place * count + own) * words
         at = tl.zeros([], tl.int32)
         met = tl.zeros([], tl.int32)
+        ends = ends_of(sequences.settings, slot)
         while at >= 0:
             token = tl.load(sampled + start + at)
             tl.store(path + met, at)
@@ -207,6 +209,9 @@ def settle(
             add_token(sequences, slot, length + met, token)
             met += 1
             at = child_of(at, token, exists, parents, tokens, PADDED)
+            if is_end(ends, token):
+                at = tl.full([], -1, tl.int32)
+                tl.store(inputs.slots + own, tl.full([], -1, tl.int64))
         if DRAFTS:
             depths = tl.load(trees.depths + own * NODES + node, mask=exists, other=0)
             tl.store(result, nodes.to(tl.int64))
@@ -223,7 +228,7 @@ def settle(
 
 @triton.jit
 def compact(
-    inputs, rows, paths, storage, page_table, num_pages, max_pages,
+    rows, paths, storage, page_table, num_pages, max_pages,
     NODES: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Move what a head has of accepted rows to the places behind the root's, where their tokens stand from now on.
@@ -231,13 +236,13 @@ def compact(
     ``storage`` is [planes, pages, PAGE_SIZE, HEAD_DIM]: keys and values of each head of each layer are a plane.
     """
     own, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    slot = tl.load(inputs.slots + own)
-    if slot >= 0:
+    path = paths + own * (1 + NODES)
+    if tl.load(path) >= 0:  # others were idle
+        start = tl.load(rows.starts + own)
+        slot, root = tl.load(rows.slots + start), tl.load(rows.places + start)
         d = tl.arange(0, DIM)
         entries = storage + plane * num_pages * (PAGE_SIZE * HEAD_DIM) + d
         pages = page_table + slot * max_pages
-        root = tl.load(rows.places + tl.load(rows.starts + own))
-        path = paths + own * (1 + NODES)
         depth = tl.full([], 1, tl.int32)
         row = tl.load(path + 1)
         while row >= 0:

@@ -176,7 +176,7 @@ class DraftStep:
             planes = pool.planes
             launch(
                 kernels.compact, (self._sequences, len(planes)), 1,
-                self._columns, self._laid, self._paths, planes, drafts.page_table, pool.num_pages,
+                self._laid, self._paths, planes, drafts.page_table, pool.num_pages,
                 drafts.page_table.shape[1], self._nodes, pool.page_size, planes.shape[-1], power(planes.shape[-1]),
             )  # fmt: skip
 

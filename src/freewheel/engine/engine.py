@@ -473,6 +473,7 @@ class Engine:
                 sequence.request.prompt_ids,
                 seed=sequence.seed,
                 end_ids=self._end_ids(sequence.stop_ids),
+                noticed_ids=sequence.stop_ids,
                 bad_word_ids=sequence.request.bad_word_ids,
                 output_ids=sequence.output_ids,
                 checked=True,

@@ -103,8 +103,9 @@ class DecodeStep:
         """Let the tokens go to their sequences and to the host, and the rows move on."""
         # Chained: it starts early, whichever kernel the draw ends with.
         advance[(len(samples.tokens),)](
-            self._columns, samples.tokens, samples.status, self.ring.words, sequences_of(self._state), **self._options
-        )
+            self._columns, samples.tokens, samples.status, self.ring.words, sequences_of(self._state),
+            self._spare_slot, **self._options,
+        )  # fmt: skip
 
     def launched(self, logprobs: Logprobs | None) -> "Decoded":
         """Take note of a launch of what was put there."""

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from freewheel.sampling.edit_kernels import add_token
+from freewheel.sampling.edit_kernels import add_token, ends_of, is_end
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -41,8 +41,11 @@ class StepInputs(NamedTuple):
 
 
 @triton.jit
-def advance(inputs, tokens, statuses, ring, sequences, PLACES: tl.constexpr, CHAINED: tl.constexpr):
+def advance(inputs, tokens, statuses, ring, sequences, spare_slot, PLACES: tl.constexpr, CHAINED: tl.constexpr):
     """Take each row's token, which goes where the row does next. One program has a row; idle ones stay as they are.
+
+    A row whose sequence ends with the token is idle from then on: the host, which may have launched it again already,
+    finds out later.
 
     ring is int64 [PLACES, 2, rows]: tokens and statuses. Each row counts its own place, so that no program depends on
     another.
@@ -52,7 +55,8 @@ def advance(inputs, tokens, statuses, ring, sequences, PLACES: tl.constexpr, CHA
     position = tl.load(inputs.positions + row)
     following = tl.load(inputs.following + row)
     place = tl.load(inputs.places + row)
-    if CHAINED:  # what was read above, this kernel alone writes
+    ends = ends_of(sequences.settings, slot)
+    if CHAINED:  # what was read above, this kernel alone writes, or the host between steps
         gdc_wait()
     if slot >= 0:
         token = tl.load(tokens + row)
@@ -65,3 +69,6 @@ def advance(inputs, tokens, statuses, ring, sequences, PLACES: tl.constexpr, CHA
         tl.store(inputs.following + row, following + 1)
         tl.store(inputs.places + row, tl.where(place + 1 < PLACES, place + 1, 0))
         add_token(sequences, slot, following, token)
+        if is_end(ends, token):
+            tl.store(inputs.slots + row, -1)
+            tl.store(inputs.sample_slots + row, spare_slot)

@@ -9,15 +9,18 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from freewheel.sampling.kernels import (
+    COLUMNS,
     EDIT_KINDS,
     EDIT_LIST,
     EDIT_ROW,
     EDITED_UNTIL,
+    ENDS,
     FREQUENCY,
     KIND_BITS,
     LISTED,
     LISTED_COUNT,
     MIN_TOKENS,
+    MOST_ENDS,
     PENALISED,
     PLANES,
     PRESENCE,
@@ -129,3 +132,15 @@ def add_token(sequences, slot, position, token):
             tl.atomic_add(counts + token, 1, sem="relaxed")
             tl.atomic_or(plane + SEEN * sequences.words, bit, sem="relaxed")
             tl.atomic_or(plane + TOUCHED * sequences.words, bit, sem="relaxed")
+
+
+@triton.jit
+def ends_of(settings, slot):
+    """What ends the sequence in a slot, int64 [MOST_ENDS], for :func:`is_end`; anything if the slot is none (-1)."""
+    return tl.load(settings + tl.maximum(slot, 0) * COLUMNS + ENDS + tl.arange(0, MOST_ENDS))
+
+
+@triton.jit
+def is_end(ends, token):
+    """Whether a sequence ends with this token. So it does where there is none (-1)."""
+    return (token < 0) | (tl.max((ends == token + 1).to(tl.int32), 0) > 0)

@@ -50,6 +50,8 @@ LAST_ID = tl.constexpr(2**20 - 1)
 ABOVE = tl.constexpr(2**52)  # all keys
 
 COLUMNS = tl.constexpr(tables.COLUMNS)
+ENDS = tl.constexpr(tables.ENDS)
+MOST_ENDS = tl.constexpr(tables.MOST_ENDS)
 SEED = tl.constexpr(tables.SEED)
 NEEDS = tl.constexpr(tables.NEEDS)
 EDITED_UNTIL = tl.constexpr(tables.EDITED_UNTIL)

@@ -6,6 +6,7 @@ slot's places; a step only appends tokens. Nothing is rebuilt, and a slot that a
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 from math import e, log2
 from typing import Any, NamedTuple
 
@@ -132,6 +133,7 @@ class SamplingState:
         *,
         seed: int,
         end_ids: Iterable[int] = (),
+        noticed_ids: Iterable[int] = (),
         bad_word_ids: Iterable[Sequence[int]] = (),
         output_ids: Sequence[int] = (),
         checked: bool = False,
@@ -144,6 +146,7 @@ class SamplingState:
             prompt_ids: its prompt.
             seed: key of its draws, a signed 64-bit integer (``choice_seed`` of the request's seed).
             end_ids: ids that end a sequence; with ``params.stop_token_ids`` they are held back for ``min_tokens``.
+            noticed_ids: ids that end the sequence, for kernels to notice some of them.
             bad_word_ids: token sequences of ``params.bad_words``.
             output_ids: tokens it has already made, when it comes back after a preemption.
             checked: ``params.check_vocabulary`` has passed with the same ids, and need not be repeated.
@@ -226,6 +229,7 @@ class SamplingState:
                     tables.PROMPT_LENGTH: len(prompt_ids),
                     tables.MIN_TOKENS: params.min_tokens,
                     tables.ALTERNATIVES: params.logprobs or 0,
+                    **{tables.ENDS + i: id + 1 for i, id in enumerate(islice(noticed_ids, tables.MOST_ENDS))},
                     **columns,
                 },
                 {

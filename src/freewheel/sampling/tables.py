@@ -25,9 +25,13 @@ from freewheel.sampling.pool import ListPool, upload
 
 (
     SEED, NEEDS, EDITED_UNTIL, TEMPERATURE, TOP_K, TOP_P, MIN_P, PROMPT_LENGTH, MIN_TOKENS, REPETITION, FREQUENCY,
-    PRESENCE, EDIT_ROW, EDIT_KINDS, EDIT_LIST, LISTED_COUNT, ALTERNATIVES, SCALE, COLUMNS,
+    PRESENCE, EDIT_ROW, EDIT_KINDS, EDIT_LIST, LISTED_COUNT, ALTERNATIVES, SCALE, ENDS,
 ) = range(19)  # fmt: skip
 """Columns of the settings: int64, or float64 seen as int64."""
+
+MOST_ENDS = 8
+COLUMNS = ENDS + MOST_ENDS
+"""From ``ENDS`` on there are ids, each plus one, at which the sequence ends; 0 where there are fewer."""
 
 ALLOWED, SEEN, TOUCHED, LISTED, RANKS, PLANES = range(6)
 LIMITED, PENALISED, KIND_BITS = 1, 2, 2
