@@ -9,7 +9,7 @@ its sums: of how many floats, and how these are spread. Kernels are interpreted 
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from triton.compiler.compiler import make_backend
 
 from freewheel.sampling import SamplingParams, SamplingState
 from freewheel.sampling.draw import ATTEMPTS
-from freewheel.sampling.fused import FusedSampler, workspace
+from freewheel.sampling.fused import FusedSampler, Launch
 
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.uint8: "u8"}
 TYPES |= {torch.int32: "i32", torch.int64: "i64"}
@@ -48,7 +48,7 @@ BATCHES = [
 PLACES = [(1, 0, 0), (1, 1, 0), (16, 0, 0), (1, 47, 0), (1, 0, 1)]
 
 
-class Launch(NamedTuple):
+class Launched(NamedTuple):
     kernel: Any
     args: tuple[Any, ...]
     warps: int
@@ -60,16 +60,12 @@ class Recorder(FusedSampler):
     def __init__(self, state: SamplingState, draw: str) -> None:
         super().__init__(state, draw)
         self._chained = True
-        self.launches: list[Launch] = []
+        self.launches: list[Launched] = []
 
-    def _launcher(self, key: Any, inputs: Any, rows: int, device: Any) -> Callable[..., None]:
-        work = workspace(rows, self._blocks, inputs.logits.device)
-
-        def launch(kernel: Any, grid: Any, args: Any, constants: Any, warps: int, chained: bool) -> None:
-            places = (work,) if "work" in kernel.arg_names else ()
-            self.launches.append(Launch(kernel, (inputs, *places, *args, *constants), warps))
-
-        return launch
+    def _launch(self, one: Launch, inputs: Any, work: Any, results: Any) -> None:
+        places = (work,) if "work" in one.kernel.arg_names else ()
+        arguments = *(results[i] for i in one.results), *one.sizes, *one.constants
+        self.launches.append(Launched(one.kernel, (inputs, *places, *arguments), one.warps))
 
 
 def launches(
@@ -79,7 +75,7 @@ def launches(
     dtype: torch.dtype,
     vocab: int,
     place: tuple[int, int, int] = PLACES[0],
-) -> list[Launch]:
+) -> list[Launched]:
     """What gives each of ``asked`` a token."""
     rows = len(asked)
     state = SamplingState(rows, vocab, 8, device="cpu", fused=True)
@@ -95,7 +91,7 @@ def launches(
     return recorder.launches
 
 
-def compiled(launch: Launch) -> str:
+def compiled(launch: Launched) -> str:
     """The kernel once its layouts are chosen, specialised for these arguments as Triton does it."""
     aligned: dict[tuple[int, ...], list[list[Any]]] = {}
 

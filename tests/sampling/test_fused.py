@@ -31,7 +31,7 @@ from freewheel.sampling import (
     baseline_kernels, draw_kernels, edit_kernels, finish_kernels, fused, truncation_kernels
 )
 
-inputs = "*bf16 i32 *i64 *i64 *i64 i32 *i32 *i64 *i64 *i32 *i32 *i32 *fp32 i32 i32 i32".split()
+inputs = "*bf16 i32 *i64 *i64 *i32 *i64 *i64 i32 *i64 *i32 *i32 *i32 *fp32 i32 i32 i32".split()
 work = "*fp32 *fp32 *fp32 *fp32 *i32 *fp32 *i32 *i32 *fp32 *fp32 *i64 *i32 *fp32 *i64 *i32 *i32 *i32 *fp32".split()
 work += "*i64 *fp64 *i32".split()
 types = {

@@ -1,6 +1,6 @@
 """Launches the kernels: the sampler of devices that Triton serves."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +21,20 @@ from freewheel.sampling.state import DEMANDING, EDITED, LOGPROBS, NUCLEUS, PLAIN
 
 driver: Any = triton.runtime.driver
 
+MOST_PLANS = 1024  # kept
+
 
 class Inputs(NamedTuple):
-    """What all kernels read: tensors, or their addresses, and sizes."""
+    """What all kernels read: tensors, or their addresses, and sizes. The state's come after the call's own."""
 
     logits: Any
     stride: int
     slots: Any
     positions: Any
-    history: Any
-    max_length: int
     masks: Any
     mask_rows: Any
+    history: Any
+    max_length: int
     settings: Any
     bits: Any
     lists: Any
@@ -139,11 +141,45 @@ def workspace(rows: int, blocks: int, device: torch.device) -> Workspace:
     )
 
 
-def _address(place: Any) -> Any:
-    """A tensor's address, or a number itself; of each one in a tuple."""
-    if isinstance(place, tuple):
-        return tuple([one if type(one) is int else one.data_ptr() for one in place])
-    return place if type(place) is int else place.data_ptr()
+TOKENS, STATUSES, DESCRIBED, WEIGHTS, RANDOM = range(5)
+"""What a call writes: tokens, statuses, log probabilities, and what torch draws from, for which rows."""
+
+
+@dataclass(slots=True)
+class Launch:
+    """A kernel of a call.
+
+    Attributes:
+        kernel, grid, warps: what is launched.
+        results: which of those above it gets.
+        sizes, constants: its other arguments.
+        chained: it may start before the kernel ahead of it ends.
+        compiled: its handle, once it was launched; None where kernels are interpreted.
+    """
+
+    kernel: Any
+    grid: tuple[int, int]
+    results: tuple[int, ...]
+    sizes: tuple[int, ...]
+    constants: tuple[Any, ...]
+    warps: int
+    chained: bool
+    compiled: Any = None
+
+
+class Plan(NamedTuple):
+    """The kernels of calls that are alike, None where torch draws, and what they read: tensors, and the addresses."""
+
+    launches: list[Launch | None]
+    tables: tuple[Any, ...]
+    work: Workspace
+    table_addresses: tuple[int, ...]
+    work_addresses: tuple[int, ...]
+
+
+def _addresses(places: tuple[Any, ...]) -> tuple[int, ...]:
+    """Of tensors; numbers as they are."""
+    return tuple([one if type(one) is int else one.data_ptr() for one in places])
 
 
 class FusedSampler:
@@ -167,13 +203,15 @@ class FusedSampler:
         self.tables = state.tables
         self.cuda = state.device.type == "cuda"
         self._seen: tuple[int, int] | None = None
-        self._workspaces: dict[int, tuple[Workspace, Any]] = {}
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._workspaces: dict[int, Workspace] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._planned = 0  # moves of the tables that the plans know
         self._blocks = -(-state.valid_vocab_size // BLOCK)
         self._aligned = state.vocab_size % 16 == 0  # rows that lie one behind the other
         self._chained = dependent_launch(state.device)
         self._none = torch.zeros(1, dtype=torch.int64, device=state.device)
         self._nothing = Described(*[self._none] * 5)
+        self._nothing_addresses = _addresses(self._nothing)
 
     @property
     def demand(self) -> Demand:
@@ -207,41 +245,46 @@ class FusedSampler:
         each: int = 1,
     ) -> Described | None:
         """Write tokens int64 [rows] and statuses uint8 [rows]; the log probabilities. See ``Sampler.sample``."""
-        state, tables = self.state, self.tables
-        plain, demanding, edits, truncated, nucleus, width, _ = self.demand
-        logprobs, masked = width >= 0, masks is not None
-        rows, drawable = len(slots), state.valid_vocab_size
-        demanding = min(power(demanding * each), power(rows)) if demanding else 0
-        described = self._room(rows, width) if logprobs else None
+        demand, rows = self.demand, slots.shape[0]
+        described = self._room(rows, demand.alternatives) if demand.alternatives >= 0 else None
         if not rows:
             return described
         logits, stride = self._lay_out(logits)
         slots, positions = slots.long().contiguous(), positions.long().contiguous()
+        masked = masks is not None
         if masks is None or mask_rows is None:
             masks = mask_rows = self._none
         else:
             masks, mask_rows = masks.contiguous(), mask_rows.long().contiguous()
-        inputs = Inputs(
-            logits, stride, slots, positions, state.history, state.max_length, masks, mask_rows,
-            tables.settings, tables.bits, tables.lists.entries, tables.counts, tables.values,
-            tables.words, state.vocab_size, drawable,
-        )  # fmt: skip
-        # What a compiled kernel takes for granted besides what never changes: types, and addresses and strides that are
-        # multiples of 16.
-        aligned = [tensor.data_ptr() % 16 for tensor in (logits, slots, positions, masks, mask_rows)]
-        width = max(width, 0)
-        blocks, padded = self._blocks, power(self._blocks)
-        changes = edits, masked
+        given = logits, stride, slots, positions, masks, mask_rows
+        addresses = _addresses(given)
+        # A compiled kernel takes types for granted, and which addresses and strides are multiples of 16.
+        key = demand, rows, each, masked, logits.dtype, stride, *[address & 15 for address in addresses]
+        plan = self._plans.get(key)
+        if plan is None:
+            if self._planned != self.tables.moves or len(self._plans) == MOST_PLANS:
+                self._plans.clear()  # some have what was replaced: nobody asks for them again
+                self._planned = self.tables.moves
+            plan = self._plan(demand, rows, each, masked)
+        self._run(plan, given, addresses, tokens, statuses, described)
+        self._plans[key] = plan  # only now: a kernel may have failed
+        return described
+
+    def _plan(self, demand: Demand, rows: int, each: int, masked: bool) -> Plan:
+        """What a call launches."""
+        plain, demanding, edits, truncated, nucleus, width, _ = demand
+        logprobs, width, blocks = width >= 0, max(width, 0), self._blocks
+        demanding = min(power(demanding * each), power(rows)) if demanding else 0
+        changes, padded, chained = (edits, masked), power(blocks), self._chained
         # A few demanding rows are finished where they start; many, in a kernel of their own that leaves room to read.
         apart = self.draw != "two_level"
         few = not apart and (rows < 8 or (not masked and 4 * demanding <= rows))
         sought = max(256, power(rows)) if rows >= 8 and few else 0
         ahead = apart or demanding > 0 or masked
-        key = (rows, logits.dtype, stride, *aligned, *changes, ahead, few, logprobs, width)
-        launch = self._launcher(key, inputs, rows, logits.device.index)
-        chained = self._chained
+        drawn = TOKENS, STATUSES
+        launches: list[Launch | None] = []
         if edits:
-            launch(edit_kernels.edit, (8, rows), (), (128, chained), 4, False)
+            launches.append(Launch(edit_kernels.edit, (8, rows), (), (), (128, chained), 4, False))
         if ahead:
             tile = 8 if few or rows < 64 else 16
             tiles = -(-blocks // tile)
@@ -249,21 +292,78 @@ class FusedSampler:
             constants = (tile, padded, sought, apart, *changes, logprobs, few, chained)
             # Rows that are read in pieces of a few bytes are summed in an order that depends on the number of warps.
             warps = 8 if few and self._aligned else 4
-            launch(draw_kernels.draw, grid, (tokens, statuses, rows, blocks), constants, warps, edits)
+            launches.append(Launch(draw_kernels.draw, grid, drawn, (rows, blocks), constants, warps, edits))
         if apart:
-            self._draw_apart(launch, tokens, statuses, rows, changes)
+            launches += self._draw_apart(rows, changes)
         elif plain:
             tile = 8 if rows < 8 else 32
-            constants = tile, padded, ahead, masked, chained
-            launch(draw_kernels.draw_plain, (-(-blocks // tile), rows), (tokens, statuses, blocks), constants, 4, ahead)
+            grid, constants = (-(-blocks // tile), rows), (tile, padded, ahead, masked, chained)
+            launches.append(Launch(draw_kernels.draw_plain, grid, drawn, (blocks,), constants, 4, ahead))
         if nucleus and not apart:
-            parts = 64 if rows < 8 else 32 if rows < 64 else 16
-            launch(truncation_kernels.check, (parts, rows), (tokens, statuses, blocks), (8, *changes, chained), 4, True)
+            grid = (64 if rows < 8 else 32 if rows < 64 else 16), rows
+            constants = (8, *changes, chained)
+            launches.append(Launch(truncation_kernels.check, grid, drawn, (blocks,), constants, 4, True))
         if logprobs or (not apart and (nucleus or (truncated and not few))):
-            args = described or self._nothing, tokens, width, blocks
             constants = (padded, *changes, logprobs, chained)
-            launch(finish_kernels.finish, (rows, 1), args, constants, 8, not apart)
-        return described
+            results = DESCRIBED, TOKENS
+            launches.append(Launch(finish_kernels.finish, (rows, 1), results, (width, blocks), constants, 8, not apart))
+        state, tables = self.state, self.tables
+        read = (
+            state.history, state.max_length, tables.settings, tables.bits, tables.lists.entries, tables.counts,
+            tables.values, tables.words, state.vocab_size, state.valid_vocab_size,
+        )  # fmt: skip
+        work = self._workspace(power(rows))  # a few sizes serve all batches
+        return Plan(launches, read, work, _addresses(read), _addresses(work))
+
+    def _workspace(self, rows: int) -> Workspace:
+        """Room for so many rows. None is ever freed: a captured graph may hold its addresses."""
+        if rows not in self._workspaces:
+            if self.cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"sample {rows} rows once before a graph is captured: kernels and memory are made then"
+                )
+            self._workspaces[rows] = workspace(rows, self._blocks, self.state.history.device)
+        return self._workspaces[rows]
+
+    def _run(
+        self, plan: Plan, given: tuple[Any, ...], addresses: tuple[int, ...], tokens: Tensor, statuses: Tensor,
+        described: Described | None,
+    ) -> None:  # fmt: skip
+        """Launch the kernels on what a call gives: by handles and addresses alone once they are compiled.
+
+        Triton's own launch looks at every argument each time, which takes longer than the kernels do.
+        """
+        results: tuple[Any, ...] = tokens, statuses, described or self._nothing
+        if self.draw == "multinomial":
+            rows, device = len(tokens), tokens.device
+            weights = torch.empty(rows, self.state.valid_vocab_size, device=device)
+            results += weights, torch.empty(rows, dtype=torch.bool, device=device)
+        stream = driver.active.get_current_stream(tokens.get_device()) if self.cuda else None
+        inputs, work = (*addresses, *plan.table_addresses), plan.work_addresses
+        places = (
+            tokens.data_ptr(), statuses.data_ptr(),
+            _addresses(described) if described else self._nothing_addresses, *_addresses(results[WEIGHTS:]),
+        )  # fmt: skip
+        for one in plan.launches:
+            if one is None:  # a kernel writes, that others may be chained to
+                drawn = results[WEIGHTS].multinomial(1)[:, 0]
+                torch.where(results[RANDOM], drawn, tokens, out=tokens)
+            elif one.compiled is None:
+                one.compiled = self._launch(one, Inputs(*given, *plan.tables), plan.work, results)
+            else:
+                compiled = one.compiled
+                compiled.run(
+                    *one.grid, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                    inputs, *((work,) if one.results else ()), *[places[i] for i in one.results], *one.sizes,
+                    *one.constants,
+                )  # fmt: skip
+
+    def _launch(self, one: Launch, inputs: Inputs, work: Workspace, results: tuple[Any, ...]) -> Any:
+        """Launch a kernel by way of Triton, which compiles it if need be; its handle."""
+        pdl = {"enable_fp_fusion": False, "launch_pdl": one.chained and self._chained} if self.cuda else {}
+        places = (work,) if one.results else ()  # the kernel that writes no results hands nothing on either
+        arguments = *(results[i] for i in one.results), *one.sizes, *one.constants
+        return one.kernel[one.grid](inputs, *places, *arguments, num_warps=one.warps, **pdl)
 
     def _lay_out(self, logits: Tensor) -> tuple[Tensor, int]:
         """The logits and their stride, copied if they lie in memory such that a row's bits could follow from it.
@@ -271,27 +371,27 @@ class FusedSampler:
         A kernel reads in larger pieces, and adds up in another order, where it takes for granted that rows begin at
         multiples of 16. So it does for vocabularies of such a size, and for no others.
         """
-        stride = logits.stride(0) if len(logits) > 1 else self.state.vocab_size
+        stride = logits.stride(0) if logits.shape[0] > 1 else self.state.vocab_size
         begins = stride % 16 == 0
         if logits.stride(1) == 1 and begins == self._aligned and not (begins and logits.data_ptr() % 16):
             return logits, stride
         return logits.clone(memory_format=torch.contiguous_format), self.state.vocab_size
 
-    def _draw_apart(
-        self, launch: Callable[..., None], tokens: Tensor, statuses: Tensor, rows: int, changes: tuple[bool, bool]
-    ) -> None:
+    def _draw_apart(self, rows: int, changes: tuple[bool, bool]) -> list[Launch | None]:
         """Write the tokens, by Gumbel noise or by torch's multinomial draw; those of greedy rows are there."""
         blocks = self._blocks
-        launch(baseline_kernels.threshold, (rows, 1), (statuses, blocks), (power(blocks), *changes), 8, False)
+        constants = (power(blocks), *changes)
+        threshold = Launch(baseline_kernels.threshold, (rows, 1), (STATUSES,), (blocks,), constants, 8, False)
+        tiles, constants = -(-blocks // 8), (8, *changes)
         if self.draw == "gumbel":
-            parts = min(-(-blocks // 8), baseline_kernels.PARTS.value)
-            launch(baseline_kernels.race, (parts, rows), (tokens, statuses, blocks), (8, *changes), 4, False)
-            return
-        weights = torch.empty(rows, self.state.valid_vocab_size, device=tokens.device)
-        random = torch.empty(rows, dtype=torch.bool, device=tokens.device)
-        args = weights, random, statuses, blocks
-        launch(baseline_kernels.spread, (-(-blocks // 8), rows), args, (8, *changes), 4, False)
-        torch.where(random, weights.multinomial(1)[:, 0], tokens, out=tokens)  # a kernel, that others may be chained to
+            grid = min(tiles, baseline_kernels.PARTS.value), rows
+            return [threshold, Launch(baseline_kernels.race, grid, (TOKENS, STATUSES), (blocks,), constants, 4, False)]
+        results = WEIGHTS, RANDOM, STATUSES
+        return [
+            threshold,
+            Launch(baseline_kernels.spread, (tiles, rows), results, (blocks,), constants, 4, False),
+            None,
+        ]
 
     def _room(self, rows: int, width: int) -> Described:
         """Room for the log probabilities of so many rows and of ``width`` alternatives."""
@@ -306,49 +406,6 @@ class FusedSampler:
             top_logprobs=room(torch.float32, width),
             top_ranks=room(torch.int64, width),
         )
-
-    def _launcher(self, key: tuple[Any, ...], inputs: Inputs, rows: int, device: int | None) -> Callable[..., None]:
-        """A function that launches a kernel on these inputs: by its handle and addresses alone once it is compiled.
-
-        Triton's own launch looks at every argument each time, which takes longer than the kernels do.
-        """
-        stream = driver.active.get_current_stream(device) if self.cuda else None
-        addresses = _address(inputs) if self.cuda else ()
-        # A few sizes serve all batches. None is ever freed: a captured graph may hold its addresses.
-        room = power(rows)
-        if room not in self._workspaces:
-            if self.cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    f"sample {rows} rows once before a graph is captured: kernels and memory are made then"
-                )
-            places = workspace(room, self._blocks, inputs.logits.device)
-            self._workspaces[room] = places, _address(places)
-        work, work_addresses = self._workspaces[room]
-
-        def launch(
-            kernel: Any,
-            grid: tuple[int, int],
-            args: tuple[Any, ...],
-            constants: tuple[Any, ...],
-            warps: int,
-            chained: bool,
-        ) -> None:
-            compiled = self._compiled.get((key, id(kernel)))
-            alone = kernel is edit_kernels.edit
-            if compiled is None:
-                options: dict[str, Any] = (
-                    {"enable_fp_fusion": False, "launch_pdl": chained and self._chained} if self.cuda else {}
-                )
-                places = () if alone else (work,)
-                compiled = kernel[grid](inputs, *places, *args, *constants, num_warps=warps, **options)
-                self._compiled[key, id(kernel)] = compiled  # None where kernels are interpreted
-                return
-            compiled.run(
-                *grid, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                addresses, *(() if alone else (work_addresses,)), *map(_address, args), *constants,
-            )  # fmt: skip
-
-        return launch
 
 
 def append(state: SamplingState, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:

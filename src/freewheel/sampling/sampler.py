@@ -78,7 +78,7 @@ class Samples:
     @classmethod
     def unpack(cls, packed: Tensor, logprobs: Logprobs | None) -> "Samples":
         """Views of what is packed."""
-        rows = len(packed) // 9
+        rows = packed.shape[0] // 9
         return cls(packed[: 8 * rows].view(torch.int64), packed[8 * rows :], logprobs, packed)
 
 
@@ -129,7 +129,7 @@ class Sampler:
             ValueError: logits, slots, positions and masks of shapes or types that do not fit; on CPUs, a mask that
                 does not exist; paths on a device whose kernels do not see them.
         """
-        count, vocab = len(rows.slots), self.state.vocab_size
+        count, vocab = rows.slots.shape[0], self.state.vocab_size  # len of a tensor takes a microsecond
         if logits.shape != (count, vocab) or rows.positions.shape != rows.slots.shape:
             raise ValueError(
                 f"logits must have the shape {(count, vocab)}, of {count} slots and a vocabulary of {vocab}, and there "
@@ -142,9 +142,9 @@ class Sampler:
             raise ValueError(f"masks must have {words} words of 32 bits, int32, and be at least one")
         if rows.paths is not None and self._fused is not None:
             raise ValueError("paths must be None: kernels do not see the tokens on a path yet")
-        logits, valid = logits.detach(), self.state.valid_vocab_size
         if self._fused is not None:
             return self._sample_fused(self._fused, logits, rows)
+        logits, valid = logits.detach(), self.state.valid_vocab_size
         logits = logits[:, :valid] if valid < vocab else logits
         masked = [-1] * count if masks is None or mask_rows is None else mask_rows.tolist()
         if masks is not None and max(masked, default=-1) >= len(masks):
@@ -176,7 +176,7 @@ class Sampler:
         """The same by Triton's kernels, which do not wait for the device."""
         if logits.dtype == torch.float64:
             logits = logits.float()
-        count = len(rows.slots)
+        count = rows.slots.shape[0]
         samples = Samples.unpack(torch.empty(9 * count, dtype=torch.uint8, device=logits.device), None)
         described = fused.sample(
             logits, rows.slots, rows.positions, rows.masks, rows.mask_rows, samples.tokens, samples.status,
