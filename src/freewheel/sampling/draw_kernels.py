@@ -210,12 +210,13 @@ def _draw_row(
             pending += 1
             bound += LOWEST
             if top_k <= block_count:
-                more = tl.full([BLOCKS], -float("inf"), tl.float32)
                 if FINISH:
                     block = tl.arange(0, BLOCKS)
                     seconds = work.seconds + row * block_count + block
                     more = tl.load(seconds, mask=block < block_count, other=-float("inf"))
-                bound = _reached_by(block_maxima, more, peak, top_k)
+                    bound = _reached_by(block_maxima, more, peak, top_k)
+                else:
+                    bound = _reached_by(block_maxima, None, peak, top_k)
         elif healthy:
             attempt = tl.arange(0, ATTEMPTS)
             drawn, chosen, values, total = _attempts(

@@ -43,32 +43,37 @@ from freewheel.sampling.kernels import (
 
 
 @triton.jit
-def _reach(values, levels: tl.constexpr, low, step):
-    """How many of ``values`` [n] reach ``low + i * step`` for i from 1 to ``levels``: each 15 bits of an int64."""
-    counts = tl.zeros(values.shape, tl.int64)
-    for i in tl.static_range(levels):
-        counts += (values >= low + (i + 1) * step).to(tl.int64) << (15 * i)
-    return counts
-
-
-@triton.jit
 def _reached_by(values, more, peak, k):
     """A number that at least k of ``values`` and ``more`` [n] reach, and few others, by cutting a range into fifths.
 
-    ``more`` are no larger than ``values``; n is below 2**14. LOWEST if too few are finite.
+    ``more`` are no larger than ``values``, or None; n is below 2**14. LOWEST if too few are finite.
     """
-    levels: tl.constexpr = 4
     low = tl.min(tl.where(values > -float("inf"), values, peak), 0)
     step = (peak - low) * 0.2
-    for _ in range(5):  # a reduction each: what it adds up costs less than its barriers
-        counts = tl.sum(_reach(values, levels, low, step) + _reach(more, levels, low, step), 0)
+    unknown: tl.constexpr = 1 << 20
+    count = tl.full([], unknown, tl.int32)  # how many reach ``low``
+    cuts = tl.zeros([], tl.int32)
+    while (cuts < 5) & (count > k + k // 4):  # a reduction each: what it adds up costs less than its barriers
+        counts = tl.zeros(values.shape, tl.int64)  # of what reaches each of four cuts, in 15 bits each
+        for i in tl.static_range(4):
+            counts += (values >= low + (i + 1) * step).to(tl.int64) << (15 * i)
+            if more is not None:
+                counts += (more >= low + (i + 1) * step).to(tl.int64) << (15 * i)
+        counts = tl.sum(counts, 0)
         reached = tl.zeros([], tl.int32)
-        for i in tl.static_range(levels):
-            reached += (((counts >> (15 * i)) & 0x7FFF) >= k).to(tl.int32)
+        for i in tl.static_range(4):
+            here = ((counts >> (15 * i)) & 0x7FFF).to(tl.int32)
+            count = tl.where(here >= k, here, count)
+            reached += (here >= k).to(tl.int32)
         low = tl.where(reached > 0, low + reached * step, low)  # of an infinite step none is reached
         step *= 0.2
-    enough = tl.sum((values >= low).to(tl.int32) + (more >= low).to(tl.int32), 0) >= k
-    return tl.where(enough, low, LOWEST)
+        cuts += 1
+    if count == unknown:
+        counted = (values > -float("inf")).to(tl.int32)
+        if more is not None:
+            counted += (more > -float("inf")).to(tl.int32)
+        low = tl.where(tl.sum(counted, 0) >= k, low, LOWEST)
+    return low
 
 
 @triton.jit
@@ -88,7 +93,7 @@ def _kept_bound(block_maxima, peak, scale, total, top_k, top_p, min_p, drawable,
         nucleus = peak + (tl.log2(rest) - 0.01) / scale - tl.abs(peak) * 1e-6
         bound = tl.maximum(bound, tl.maximum(nucleus, _min_p_bound(peak, scale, min_p)))
     elif top_k <= block_count:
-        bound = _reached_by(block_maxima, tl.full([BLOCKS], -float("inf"), tl.float32), peak, top_k)
+        bound = _reached_by(block_maxima, None, peak, top_k)
     return bound
 
 
@@ -180,7 +185,7 @@ def _narrow(work, row, count, peak, k):
     """Leave out candidates that are not among the first k, but for a few; how many are left."""
     i = tl.arange(0, CAPACITY)
     ids, values = _candidates(work, row, i, count)
-    left = values >= _reached_by(values, tl.full([CAPACITY], -float("inf"), tl.float32), peak, k)
+    left = values >= _reached_by(values, None, peak, k)
     place = tl.cumsum(left.to(tl.int32), 0) - 1
     tl.debug_barrier()  # all have been read
     tl.store(work.candidates + row * CAPACITY + place, ids, mask=left)
