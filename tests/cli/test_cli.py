@@ -404,7 +404,7 @@ def test_bench_speculation_counts_what_both_ways_bring(
     assert main(["bench", "speculation", *options, "--workloads", "random,noise", "--json", str(report)]) == 0
     results = json.loads(report.read_text())["results"]
     assert [(one["workload"], one["batch"], one["equal"]) for one in results] == [("random", 2, 1.0), ("noise", 2, 1.0)]
-    assert all(one["tokens"] == 22 and one["plain"] > 0 and one["occupancy"] is None for one in results)
+    assert all(one["tokens"] == 22 and one["plain"] > 0 and one["steps"] is None for one in results)
     assert "random" in capsys.readouterr().out
 
 

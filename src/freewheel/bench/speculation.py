@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from freewheel.bench import machine
 
 if TYPE_CHECKING:
+    from freewheel.bench.steps import StepProfile
     from freewheel.engine.engine import Engine
     from freewheel.models.load import LoadedModel
     from freewheel.request import Request
@@ -62,8 +63,7 @@ class SpeculationResult:
         acceptance_length: tokens a request gets in a step, with speculation.
         draft_rows: rows a token that were computed for drafts; wasted: those of them that were rejected.
         equal: share of the requests that got the same tokens both ways.
-        occupancy: on CUDA devices, the share of the time in which the device runs anything, with speculation, once each
-            prompt has its first token; see :mod:`freewheel.bench.steps`.
+        steps: on CUDA devices with graphs, what the device did with speculation once each prompt had its first token.
     """
 
     workload: str
@@ -76,7 +76,7 @@ class SpeculationResult:
     draft_rows: float
     wasted: float
     equal: float
-    occupancy: float | None = None
+    steps: "StepProfile | None" = None
 
 
 def workload(name: str, model: "LoadedModel", batch: int, longest: int) -> "list[Request]":
@@ -153,8 +153,8 @@ def generate(
     return time.perf_counter() - began, sum(map(len, told.values())) - before, told
 
 
-def device_occupancy(engine: "Engine", device: str, requests: "Sequence[Request]") -> float | None:
-    """Of the steps that follow when each request has its first token; None where there are no graphs.
+def profile_steps(engine: "Engine", device: str, requests: "Sequence[Request]") -> "StepProfile | None":
+    """What the device did in the steps that follow when each request has its first token; None where no graphs are.
 
     What lies inside steps is seen in a run of its own, prompts included.
     """
@@ -169,7 +169,7 @@ def device_occupancy(engine: "Engine", device: str, requests: "Sequence[Request]
         return None
     with profiled(device) as (activities, events):
         generate(engine, requests)
-    return summarise(activities, len(requests), 1, between, len(events) // 2).occupancy
+    return summarise(activities, len(requests), 1, between, len(events) // 2)
 
 
 def measure(
@@ -194,7 +194,7 @@ def measure(
                     now.steps - before.steps, now.drafted - before.drafted, now.accepted - before.accepted
                 )
     generated = sum(map(len, told[True].values()))
-    occupancy = device_occupancy(drafting, device, requests) if device != "cpu" else None
+    steps = profile_steps(drafting, device, requests) if device != "cpu" else None
     return SpeculationResult(
         workload=name,
         batch=len(requests),
@@ -206,7 +206,7 @@ def measure(
         draft_rows=counted.drafted / generated,
         wasted=counted.wasted / generated,
         equal=statistics.mean(told[False][key] == told[True][key] for key in told[True]),
-        occupancy=occupancy,
+        steps=steps,
     )
 
 
@@ -275,7 +275,8 @@ def run(args: argparse.Namespace) -> None:
             print(f"steps      of {batch}: {times}")
     print(
         f"{'workload':10}{'batch':>6}{'plain tok/s':>13}{'drafted tok/s':>15}{'ratio':>7}{'accepted':>10}"
-        f"{'draft rows':>12}{'wasted':>8}{'equal':>7}{'occupancy' if args.device != 'cpu' else '':>11}"
+        f"{'draft rows':>12}{'wasted':>8}{'equal':>7}"
+        + (f"{'inside':>9}{'between':>9}{'occupancy':>11}" if args.device != "cpu" else "")
     )
     results = []
     for name in workloads:
@@ -283,10 +284,11 @@ def run(args: argparse.Namespace) -> None:
             asked = workload(name, model, batch, args.output)
             result = measure(engines, name, asked, args.repeats, args.device)
             results.append(asdict(result))
+            steps = result.steps
             print(
                 f"{name:10}{batch:6}{result.plain:13.1f}{result.drafted:15.1f}{result.ratio:7.2f}"
                 f"{result.acceptance_length:10.2f}{result.draft_rows:12.2f}{result.wasted:8.2f}{result.equal:7.0%}"
-                + (f"{result.occupancy:11.1%}" if result.occupancy is not None else ""),
+                + (f"{steps.inside:9.1%}{steps.between or 0:9.1%}{steps.occupancy:11.1%}" if steps else ""),
                 flush=True,
             )
     print("accepted: tokens a request and step. Draft rows, and those wasted, for each token of the output.")
