@@ -161,10 +161,10 @@ def test_intervals_are_united() -> None:
 
 def test_a_profile_tells_what_ran_and_for_which_part_of_the_time() -> None:
     activities = [
-        Activity("product", 1000, 3000),
-        Activity("draw", 2000, 4000),  # beside the product
-        Activity("Memcpy DtoH (Device -> Pinned)", 5000, 6000),
-        Activity("product", 9000, 11000),
+        Activity("product", 1000, 3000, 7),
+        Activity("draw", 2000, 4000, 7),  # beside the product
+        Activity("Memcpy DtoH (Device -> Pinned)", 5000, 6000, 7),
+        Activity("product", 9000, 11000, 8),
     ]
     profile = summarise(activities, batch=8, steps=2)
     assert (profile.batch, profile.steps) == (8, 2)
@@ -175,8 +175,11 @@ def test_a_profile_tells_what_ran_and_for_which_part_of_the_time() -> None:
     assert list(profile.kernel_us) == ["product", "draw", "Memcpy DtoH (Device -> Pinned)"]
     assert profile.kernel_us["product"] == 2.0
     assert profile.kernel_counts["product"] == 1.0
-    fed = summarise(activities, 8, 2, Between(0.5, 7.0), graphs=2)  # the gap of 3 is between these
-    assert (fed.inside, fed.occupancy) == (pytest.approx(6 / 7), pytest.approx(3 / 7))
+    fed = summarise(activities, 8, 2, Between(0.5, 7.0))  # the gap of 3 is between a graph and what was launched alone
+    assert (fed.inside, fed.occupancy) == (pytest.approx(4 / 5), pytest.approx(2 / 5))
+    assert fed.step_ms == profile.step_ms
+    with pytest.raises(RuntimeError, match="saw nothing"):
+        summarise([], 8, 2, Between(0.5, 7.0))
     assert (fed.between, fed.longest_gap_us) == (0.5, 7.0)
     with pytest.raises(RuntimeError, match="saw nothing"):
         summarise([], batch=8, steps=2)
@@ -220,8 +223,11 @@ def test_only_what_ran_on_the_device_counts() -> None:
         def duration_ns(self) -> int:
             return 5
 
+        def correlation_id(self) -> int:
+            return 3
+
     events = [Event("cudaGraphLaunch", "CPU"), Event("draw", "CUDA"), Event("Engine.step", "CUDA", annotation=True)]
-    assert activities_of(events) == [Activity("draw", 10, 15)]
+    assert activities_of(events) == [Activity("draw", 10, 15, 3)]
 
 
 def test_the_engine_is_driven_alone(setup: Setup) -> None:

@@ -167,9 +167,9 @@ def profile_steps(engine: "Engine", device: str, requests: "Sequence[Request]") 
     between = between_graphs(events)
     if between is None:
         return None
-    with profiled(device) as (activities, events):
+    with profiled(device) as activities:
         generate(engine, requests)
-    return summarise(activities, len(requests), 1, between, len(events) // 2)
+    return summarise(activities, len(requests), 1, between)
 
 
 def measure(

@@ -7,7 +7,7 @@ long: how long the device waits between steps is told by events around each grap
 
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class StepProfile:
         kernels: launched, a step; copies and fills apart.
         copies: copies and fills, a step.
         occupancy: share of the time in which the device runs anything: ``inside`` times ``between``.
-        inside: share of the time from the first start to the last end in which anything ran, the longest gaps left out,
-            one for each of the profiled graphs but the last: they are between steps.
+        inside: share of the time in which anything ran: of that in graphs, from the first start of each to its last
+            end, or without graphs of all.
         between: share of the time in which a graph ran, or was about to, of other steps, without the profiler; None
             without graphs: then no gaps are left out.
         step_ms: the time from the first start to the last end over the number of steps; the profiler's own cost is in
@@ -63,11 +63,12 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class Activity:
-    """A kernel, copy or fill on the device, in nanoseconds."""
+    """A kernel, copy or fill on the device, in nanoseconds; those of a graph have one ``launch`` together."""
 
     name: str
     start: int
     end: int
+    launch: int = 0
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -116,41 +117,40 @@ def between_graphs(events: Sequence[Any]) -> Between | None:
 
 
 @contextmanager
-def profiled(device: str) -> Iterator[tuple[list[Activity], list[Any]]]:
-    """What runs on the device meanwhile, known at the end, and the events of the graphs among it."""
+def profiled(device: str) -> Iterator[list[Activity]]:
+    """What runs on the device meanwhile, known at the end."""
     from torch.profiler import ProfilerActivity, profile
 
     wait_for(device)
     activities: list[Activity] = []
-    with graph_events() as events, profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        yield activities, events
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        yield activities
         wait_for(device)
     results = profiler.profiler and profiler.profiler.kineto_results
     assert results is not None
     activities += activities_of(results.events())
 
 
-def summarise(
-    activities: Sequence[Activity], batch: int, steps: int, between: Between | None = None, graphs: int = 0
-) -> StepProfile:
-    """What ``steps`` steps with so many graphs did on the device, and how others were fed.
+def summarise(activities: Sequence[Activity], batch: int, steps: int, between: Between | None = None) -> StepProfile:
+    """What ``steps`` steps did on the device, and how others were fed if they are graphs.
 
     Raises:
         RuntimeError: nothing at all.
     """
     if not activities:
         raise RuntimeError("torch's profiler saw nothing on the device")
-    busy = union((one.start, one.end) for one in activities)
-    span = busy[-1][1] - busy[0][0]
+    launches: dict[int, list[Activity]] = defaultdict(list)
+    for one in activities:
+        launches[one.launch if between else 0].append(one)
+    graphs = [launch for launch in launches.values() if len(launch) > 1] or [list(activities)]
+    busy = [union((one.start, one.end) for one in launch) for launch in graphs]
+    gaps = [later[0] - earlier[1] for launch in busy for earlier, later in pairwise(launch)]
+    inside = 1 - sum(gaps) / sum(launch[-1][1] - launch[0][0] for launch in busy)
     times, counts = Counter[str](), Counter[str]()
     for one in activities:
         times[one.name] += one.end - one.start
         counts[one.name] += 1
     copies = sum(count for name, count in counts.items() if name.startswith(COPIES))
-    gaps = sorted(later[0] - earlier[1] for earlier, later in pairwise(busy))
-    if between:
-        gaps = gaps[: max(len(gaps) + 1 - graphs, 0)]
-    inside = 1 - sum(gaps) / (sum(end - start for start, end in busy) + sum(gaps))
     return StepProfile(
         batch=batch,
         steps=steps,
@@ -159,7 +159,7 @@ def summarise(
         occupancy=inside * (between.share if between else 1.0),
         inside=inside,
         between=between and between.share,
-        step_ms=span / steps / 1e6,
+        step_ms=(max(one.end for one in activities) - min(one.start for one in activities)) / steps / 1e6,
         longest_gap_us=max(max(gaps, default=0) / 1e3, between.longest_gap_us if between else 0.0),
         kernel_us={name: time / steps / 1e3 for name, time in times.most_common()},
         kernel_counts={name: counts[name] / steps for name, _ in times.most_common()},
@@ -202,17 +202,17 @@ def profile_steps(system: FreewheelEngine, prompts: Sequence[list[int]], output:
     with profiled(system.device):
         for _ in range(REHEARSED):
             system.engine.step()
-    with profiled(system.device) as (activities, events):
+    with profiled(system.device) as activities:
         for _ in range(steps):
             system.engine.step()
     system.drain()
-    return summarise(activities, len(prompts), steps, between, len(events) // 2)
+    return summarise(activities, len(prompts), steps, between)
 
 
 def activities_of(events: Iterable[Any]) -> list[Activity]:
     """What ran on the device, of the profiler's events."""
     return [
-        Activity(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        Activity(event.name(), event.start_ns(), event.start_ns() + event.duration_ns(), event.correlation_id())
         for event in events
         if event.device_type().name == "CUDA" and not event.is_user_annotation()
     ]
