@@ -24,7 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "interrupts": set(),
     "llm": BASE | {"ops", "engine", "interrupts"} | PARTS,
     "bench": BASE | {"ops", "engine", "llm"} | PARTS,
-    "cli": BASE | {"ops", "engine", "interrupts", "llm", "bench"} | PARTS,
+    "server": BASE | {"ops", "engine"} | PARTS,
+    "cli": BASE | {"ops", "engine", "interrupts", "llm", "bench", "server"} | PARTS,
 }
 STANDALONE = {part: {"torch", "numpy", "triton"} for part in ("sampling", "speculative")}
 

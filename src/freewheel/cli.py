@@ -130,6 +130,14 @@ def build_parser() -> argparse.ArgumentParser:
         add_options(command, "sampling", SAMPLING_OPTIONS)
         add_options(command, "speculation", SPECULATION_OPTIONS)
 
+    serve = commands.add_parser("serve", help="answer over HTTP, with OpenAI's interface")
+    serve.set_defaults(run=run_serve)
+    add_model_options(serve)
+    from freewheel.server import serve as server
+
+    server.add_arguments(serve)
+    add_options(serve, "speculation", SPECULATION_OPTIONS)
+
     models = commands.add_parser("models", help="what is built in and what is cached, where and how large")
     models.add_argument("--json", action="store_true", help="print a JSON list")
     models.set_defaults(run=run_models)
@@ -200,11 +208,10 @@ def import_engine() -> None:
         import freewheel.llm  # noqa: F401
 
 
-def load(args: argparse.Namespace) -> "tuple[LLM, dict[str, float]]":
-    """The model that ``args`` names, and the seconds that imports (all since the command began) and loading took."""
+def set_threads(args: argparse.Namespace) -> None:
+    """Let torch have the threads that were asked for."""
     import torch
 
-    from freewheel.llm import LLM
     from freewheel.sampling.params import shown
 
     if args.threads is not None:
@@ -212,6 +219,13 @@ def load(args: argparse.Namespace) -> "tuple[LLM, dict[str, float]]":
         if not 1 <= args.threads <= most:
             raise ValueError(f"threads must be an integer from 1 to {most}, not {shown(args.threads)}")
         torch.set_num_threads(args.threads)
+
+
+def load(args: argparse.Namespace) -> "tuple[LLM, dict[str, float]]":
+    """The model that ``args`` names, and the seconds that imports (all since the command began) and loading took."""
+    from freewheel.llm import LLM
+
+    set_threads(args)
     given = {field: value for field, value in vars(args).items() if field in SPECULATION_OPTIONS}
     imported = time.perf_counter()
     with held_interrupts(at_once_too=True):  # a model that has to be fetched takes long
@@ -316,6 +330,14 @@ def run_generate(args: argparse.Namespace) -> None:
         print(f"--- {choice.index}\n{choice.text}")
     raise_errors(output)
     print_summary(output)
+
+
+def run_serve(args: argparse.Namespace) -> None:
+    """``freewheel serve``."""
+    from freewheel.server import serve
+
+    set_threads(args)
+    serve.run(args, {field: value for field, value in vars(args).items() if field in SPECULATION_OPTIONS})
 
 
 def run_chat(args: argparse.Namespace) -> None:

@@ -8,8 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from freewheel.config import Draw, EngineConfig
-from freewheel.engine.build import build_engine
-from freewheel.engine.engine import Engine
+from freewheel.engine.build import build_engine, prepare
 from freewheel.engine.inputs import Prompt, TokensPrompt, make_request
 from freewheel.engine.outputs import Reply, RequestOutput
 from freewheel.interrupts import held_interrupts
@@ -94,7 +93,7 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         self.weight_bytes = loaded.decoder.weight_bytes
         self._engine = build_engine(loaded, config)
-        _prepare(self._engine)
+        prepare(self._engine)
         self.max_model_len = self._engine.max_model_len
         self._replies: dict[str, Reply] = {}
         self._abandoned: list[str] = []
@@ -326,14 +325,3 @@ def _spread(name: str, value: Value | Sequence[Value], length: int) -> Sequence[
     if len(value) != length:
         raise ValueError(f"{name} has {len(value)} entries for {length} prompts")
     return value
-
-
-def _prepare(engine: Engine) -> None:
-    """Do before the first request what would hold it up, with a progress bar where there is a terminal."""
-    if steps := engine.preparations():
-        from tqdm import tqdm
-
-        with tqdm(steps, desc="Preparing", dynamic_ncols=True, disable=None) as bar:
-            for name, prepare in bar:
-                bar.set_postfix_str(name)
-                prepare()

@@ -6,7 +6,7 @@ inbox, the outputs of each step come back as one call on the loop.
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from itertools import count
 from queue import SimpleQueue
 from types import TracebackType
@@ -63,6 +63,11 @@ class AsyncEngine:
         self._dead: str | None = "the engine was not started"
         self._thread = threading.Thread(target=self._run, name="freewheel-engine", daemon=True)
 
+    @property
+    def dead(self) -> bool:
+        """Whether it takes no requests."""
+        return self._dead is not None
+
     async def __aenter__(self) -> "AsyncEngine":
         if self._thread.ident is not None:
             raise RuntimeError("an AsyncEngine can be entered only once")
@@ -85,7 +90,7 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt and yield its state whenever it has news, the last time with ``finished``.
 
         A reader that is slower than the engine gets several steps' news in one. Cancelling the reader, or closing the

@@ -89,3 +89,14 @@ def runner_for(config: EngineConfig, device: str) -> Callable[[Any, KVPool, Samp
             "draft_depth": min(config.draft_depth, nodes),
         }
     return partial(DeviceRunner, graphs=config.graphs, most_rows=config.most_rows(device), **drafts)
+
+
+def prepare(engine: Engine) -> None:
+    """Do before the first request what would hold it up, with a progress bar where there is a terminal."""
+    if steps := engine.preparations():
+        from tqdm import tqdm
+
+        with tqdm(steps, desc="Preparing", dynamic_ncols=True, disable=None) as bar:
+            for name, run in bar:
+                bar.set_postfix_str(name)
+                run()

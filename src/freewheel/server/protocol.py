@@ -1,0 +1,212 @@
+"""What clients send, and how it becomes what the engine takes. Names are OpenAI's, and vLLM's where OpenAI has none.
+
+The models here know names and types. What values are right is checked once, where the engine's own parameters are made
+(:class:`freewheel.sampling.SamplingParams`); its errors name the field, which :func:`renamed` gives the client's name.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from freewheel.sampling import SamplingParams
+
+
+class Body(BaseModel):
+    """JSON with known fields of the right types; anything else is refused by name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """Of a stream: whether its last chunk counts tokens, and whether each one does."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class ResponseFormat(Body):
+    """What the answer has to look like: text is all there is yet."""
+
+    type: Literal["text"]
+
+
+class Sampled(Body):
+    """What both kinds of completions may ask.
+
+    A field that is null counts as one that is not given. ``user`` and ``metadata`` are accepted and ignored.
+    """
+
+    renames: ClassVar[Mapping[str, str]] = {}
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    return_token_ids: bool = False
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    def _asked(self) -> dict[str, Any]:
+        """Fields of ``SamplingParams`` that were given."""
+        names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        asked = {name: value for name in names if (value := getattr(self, name)) is not None}
+        asked.pop("logprobs", None)  # it means something else in each kind of request
+        if "logit_bias" in asked:
+            asked["logit_bias"] = {_id(token): bias for token, bias in asked["logit_bias"].items()}
+        return asked
+
+
+class CompletionRequest(Sampled):
+    """``POST /v1/completions``: a prompt, or several, as text or token ids."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: int | None = None
+    suffix: None = None
+    best_of: None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one at least.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise ValueError("prompt is empty: at least one token is needed")
+        several = [one for one in self.prompt if not isinstance(one, int)]
+        return list(several) if several else [[one for one in self.prompt if isinstance(one, int)]]
+
+    def sampling_params(self) -> SamplingParams:
+        """ValueError names the field that is wrong."""
+        asked = self._asked()
+        if self.logprobs is not None:
+            asked["logprobs"] = self.logprobs
+            if self.echo:
+                asked.setdefault("prompt_logprobs", self.logprobs)
+        return SamplingParams(**asked)
+
+
+class FunctionCall(Body):
+    """A function that an assistant's message called."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call in an assistant's message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One turn of a conversation, as chat templates know it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def templated(self) -> dict[str, Any]:
+        """What templates take: text in one piece, and no field that was not given."""
+        given = self.model_dump(exclude_none=True)
+        if isinstance(self.content, list):
+            given["content"] = "".join(part.text for part in self.content)
+        given.setdefault("content", "")
+        return given
+
+
+class ChatCompletionRequest(Sampled):
+    """``POST /v1/chat/completions``."""
+
+    renames: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+    def sampling_params(self) -> SamplingParams:
+        """ValueError names the field that is wrong."""
+        asked = self._asked()
+        if self.max_completion_tokens is not None:
+            asked["max_tokens"] = self.max_completion_tokens
+        asked.setdefault("max_tokens", None)  # as many as fit
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        if self.logprobs:
+            asked["logprobs"] = self.top_logprobs or 0
+        return SamplingParams(**asked)
+
+
+class TokenizeRequest(Body):
+    """``POST /tokenize``: of a text, or of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def _id(token: str) -> int:
+    """JSON's keys are texts."""
+    if not token.isascii() or not token.isdigit() or len(token) > 10:
+        raise ValueError(f"logit_bias must map token ids to numbers, and {token[:20]!r} is no token id")
+    return int(token)
+
+
+def renamed(message: str, request: Body) -> str:
+    """An error with the name that the client gave the field."""
+    field, space, rest = message.partition(" ")
+    name = getattr(request, "renames", {}).get(field)
+    return f"{name}{space}{rest}" if name and name in request.model_fields_set else message
+
+
+def field_of(message: str, request: Body) -> str | None:
+    """The field that an error begins with."""
+    field = message.partition(" ")[0].rstrip(":")
+    return field if field in type(request).model_fields else None

@@ -1,0 +1,96 @@
+"""``freewheel serve``: load a model, and answer over HTTP until told to stop."""
+
+import argparse
+import os
+import sys
+import time
+from typing import Any
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the server; those of the model are added elsewhere."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    group.add_argument("--port", type=int, default=8000, metavar="N", help="port (default: %(default)s; 0: any)")
+    group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: --model)")
+    group.add_argument("--api-key", metavar="KEY", help="that clients must send (default: $FREEWHEEL_API_KEY, or none)")
+    group.add_argument(
+        "--max-num-seqs", type=int, default=32, metavar="N", help="most sequences at once (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-requests", type=int, default=1024, metavar="N",
+        help="most prompts that run or wait; more get status 429 (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-body", type=int, default=2 * 2**20, metavar="BYTES", help="largest request (default: %(default)s)"
+    )
+    group.add_argument("--timeout", type=float, metavar="S", help="seconds until a request is ended (default: never)")
+    group.add_argument(
+        "--grace", type=float, default=30.0, metavar="S",
+        help="seconds that requests have to finish when the server is told to stop (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--cors-origin", action="append", metavar="URL", help="let pages from there ask (may be given again)"
+    )
+
+
+def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
+    """Serve until SIGINT or SIGTERM, then let requests finish for ``--grace`` seconds.
+
+    Raises:
+        ValueError: an option is wrong, or what the server is made of is not installed.
+    """
+    try:
+        import uvicorn
+
+        from freewheel.server.app import ServerConfig, make_app
+    except ModuleNotFoundError as error:
+        raise ValueError(f"serve: {error.name} is missing; pip install 'freewheel[server]' brings it") from None
+    from freewheel.config import EngineConfig
+    from freewheel.engine.build import build_engine, prepare
+    from freewheel.models.load import load
+
+    for name in ("max_requests", "max_body"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(args, name)}")
+    if not 0 <= args.port < 2**16:
+        raise ValueError(f"port must be an integer from 0 to 65535, not {args.port}")
+    if (args.timeout is not None and not args.timeout > 0) or not args.grace >= 0:
+        raise ValueError("timeout must be above 0, and grace not below")
+    key = args.api_key if args.api_key is not None else os.environ.get("FREEWHEEL_API_KEY")
+    if key == "":
+        raise ValueError("api_key must not be empty")
+    server = ServerConfig(
+        name=args.served_model_name or args.model,
+        api_key=key,
+        max_requests=args.max_requests,
+        max_body=args.max_body,
+        timeout=args.timeout,
+        cors_origins=tuple(args.cors_origin or ()),
+    )
+    config = EngineConfig(max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs, **engine_options)
+    began = time.perf_counter()
+    _say(f"loading {args.model} on {args.device}")
+    model = load(args.model, dtype=args.dtype, device=args.device)
+    loaded = time.perf_counter()
+    engine = build_engine(model, config)
+    prepare(engine)
+    ready = time.perf_counter()
+    sizes = f"up to {config.max_num_seqs} sequences of {engine.max_model_len} tokens"
+    _say(f"loaded in {loaded - began:.1f} s, engine ready in {ready - loaded:.1f} s: {sizes}")
+    if args.host not in LOCAL and key is None:
+        _say(f"anyone who reaches {args.host} may use this server: there is no --api-key")
+    _say(f"model {server.name!r} at http://{args.host}:{args.port}/v1 (Ctrl-C stops)")
+    uvicorn.run(
+        make_app(engine, model.tokenizer, server),
+        host=args.host,
+        port=args.port,
+        log_level="warning",
+        timeout_graceful_shutdown=int(args.grace),
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

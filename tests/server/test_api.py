@@ -1,0 +1,272 @@
+"""The server's interface, by the client that it is made for; its answers are those of the offline API."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from conftest import Served, serving
+from openai import AsyncOpenAI
+
+from freewheel import LLM, SamplingParams
+from freewheel.engine.outputs import RequestOutput
+
+SEEDED: dict[str, Any] = {"temperature": 0.8, "seed": 7, "max_tokens": 12}
+TURNS: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(tiny_model, dtype="float32") as model:
+        yield model
+
+
+def offline(llm: LLM, prompt: Any, **params: Any) -> RequestOutput:
+    [output] = llm.generate([prompt], SamplingParams(**params), use_tqdm=False)
+    return output
+
+
+def test_models_are_listed(served: Served) -> None:
+    [model] = served.client.models.list().data
+    assert model.id == served.client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
+        served.client.models.retrieve("other")
+    assert httpx.get(f"{served.url}/health").status_code == 200
+    assert set(httpx.get(f"{served.url}/version").json()) == {"version"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_are_those_of_the_offline_api(served: Served, llm: LLM, stream: bool) -> None:
+    expected = offline(llm, "Once upon a time", n=2, logprobs=3, **SEEDED)
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    got = served.client.completions.create(
+        model="tiny", prompt="Once upon a time", n=2, logprobs=3, stream=stream, **options, **SEEDED
+    )
+    texts, tokens, logprobs, reasons, counted = ["", ""], [[], []], [[], []], ["", ""], None
+    for part in got if stream else [got]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+            tokens[choice.index] += choice.logprobs.tokens
+            logprobs[choice.index] += choice.logprobs.token_logprobs
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+        counted = part.usage or counted
+    for one in expected.outputs:
+        assert texts[one.index] == one.text
+        assert reasons[one.index] == one.finish_reason
+        assert one.logprobs is not None
+        own = [entry[id] for id, entry in zip(one.token_ids, one.logprobs)]
+        assert tokens[one.index] == [entry.decoded_token for entry in own]
+        assert logprobs[one.index] == pytest.approx([entry.logprob for entry in own], abs=1e-4)
+    assert counted is not None
+    made = sum(len(one.token_ids) for one in expected.outputs)
+    assert (counted.prompt_tokens, counted.completion_tokens) == (len(expected.prompt_token_ids), made)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chats_are_those_of_the_offline_api(served: Served, llm: LLM, stream: bool) -> None:
+    [expected] = llm.chat(TURNS, SamplingParams(logprobs=2, **SEEDED), use_tqdm=False)
+    got = served.client.chat.completions.create(
+        model="tiny", messages=TURNS, logprobs=True, top_logprobs=2, stream=stream, **SEEDED
+    )
+    [one] = expected.outputs
+    if stream:
+        chunks = list(got)
+        assert chunks[0].choices[0].delta.role == "assistant"
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        entries = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        [choice] = got.choices
+        assert choice.message.role == "assistant"
+        text, entries, reason = choice.message.content, choice.logprobs.content, choice.finish_reason
+    assert (text, reason) == (one.text, one.finish_reason)
+    assert one.logprobs is not None
+    assert len(entries) == len(one.token_ids)
+    for entry, id, wanted in zip(entries, one.token_ids, one.logprobs):
+        assert entry.logprob == pytest.approx(wanted[id].logprob, abs=1e-4)
+        likely = sorted(wanted.values(), key=lambda each: each.rank)[:2]
+        assert [top.token for top in entry.top_logprobs] == [each.decoded_token for each in likely]
+
+
+def test_prompts_come_as_text_or_ids_alone_or_together(served: Served, llm: LLM) -> None:
+    ids = llm.tokenizer.encode("Good morning")
+    got = served.client.completions.create(model="tiny", prompt=["Good morning", "Never"], max_tokens=4, temperature=0)
+    assert [choice.index for choice in got.choices] == [0, 1]
+    expected = [offline(llm, text, max_tokens=4, temperature=0).outputs[0].text for text in ("Good morning", "Never")]
+    assert [choice.text for choice in got.choices] == expected
+    for prompt in (ids, [ids]):
+        again = served.client.completions.create(model="tiny", prompt=prompt, max_tokens=4, temperature=0)
+        assert again.choices[0].text == expected[0]
+    assert served.client.completions.create(model="tiny", prompt=[0], max_tokens=1).usage is not None
+
+
+def test_an_echo_begins_with_the_prompt(served: Served, llm: LLM) -> None:
+    got = served.client.completions.create(
+        model="tiny", prompt="Good morning", echo=True, logprobs=1, max_tokens=3, temperature=0
+    )
+    expected = offline(llm, "Good morning", max_tokens=3, temperature=0, logprobs=1, prompt_logprobs=1)
+    [choice] = got.choices
+    assert choice.text == "Good morning" + expected.outputs[0].text
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert len(choice.logprobs.token_logprobs) == len(expected.prompt_token_ids) + 3
+    assert choice.logprobs.token_logprobs[0] is None
+
+
+def test_what_the_engine_knows_beyond_openai_s_fields_reaches_it(served: Served, llm: LLM) -> None:
+    asked: dict[str, Any] = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.3, "min_tokens": 2, "ignore_eos": True}
+    asked |= {"bad_words": ["e"], "stop_token_ids": [9]}
+    got = served.client.completions.create(
+        model="tiny", prompt="Hi", logit_bias={"30": 2.5}, stop=["zz"], frequency_penalty=0.2, presence_penalty=0.1,
+        extra_body={**asked, "return_token_ids": True}, **SEEDED,
+    )  # fmt: skip
+    expected = offline(
+        llm, "Hi", logit_bias={30: 2.5}, stop=["zz"], frequency_penalty=0.2, presence_penalty=0.1, **asked, **SEEDED
+    )
+    assert got.choices[0].model_extra is not None
+    assert got.choices[0].model_extra["token_ids"] == expected.outputs[0].token_ids
+
+
+def test_texts_become_tokens_and_tokens_texts(served: Served, llm: LLM) -> None:
+    def post(path: str, **body: Any) -> Any:
+        return httpx.post(f"{served.url}/{path}", json=body).json()
+
+    made = post("tokenize", prompt="Good morning")
+    assert made["tokens"] == llm.tokenizer.encode("Good morning")
+    assert (made["count"], made["max_model_len"]) == (len(made["tokens"]), llm.max_model_len)
+    assert post("detokenize", tokens=made["tokens"])["prompt"] == llm.tokenizer.decode(made["tokens"], False)
+    assert post("tokenize", messages=TURNS)["tokens"] == llm.render(TURNS).get("prompt_token_ids")
+
+
+PLAIN = {"prompt": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "words"),
+    [
+        ("completions", PLAIN | {"temperature": "hot"}, "temperature", "valid number"),
+        ("completions", PLAIN | {"temperature": -1}, "temperature", "from"),
+        ("completions", PLAIN | {"top_p": 0}, "top_p", "above 0"),
+        ("completions", PLAIN | {"n": 0}, "n", "from 1"),
+        ("completions", PLAIN | {"n": 2**63}, "n", "n"),
+        ("completions", PLAIN | {"max_tokens": 2**31}, "max_tokens", "integer"),
+        ("completions", PLAIN | {"logprobs": 10**6}, "logprobs", "integer"),
+        ("completions", PLAIN | {"seed": 2**63}, "seed", "integer"),
+        ("completions", PLAIN | {"stop": [""]}, "stop", "characters"),
+        ("completions", PLAIN | {"logit_bias": {"x": 1}}, "logit_bias", "no token id"),
+        ("completions", PLAIN | {"logit_bias": {"99999": 1}}, "logit_bias", "outside the vocabulary"),
+        ("completions", PLAIN | {"stop_token_ids": [-1]}, "stop_token_ids", "integer"),
+        ("completions", PLAIN | {"allowed_token_ids": []}, "allowed_token_ids", "empty"),
+        ("completions", PLAIN | {"best_of": 3}, "best_of", "none"),
+        ("completions", PLAIN | {"nonsense": 3}, "nonsense", "not supported"),
+        ("completions", {}, "prompt", "missing"),
+        ("completions", {"prompt": ""}, "prompt", "empty"),
+        ("completions", {"prompt": []}, "prompt", "empty"),
+        ("completions", {"prompt": [[]]}, "prompt", "empty"),
+        ("completions", {"prompt": [-1]}, "prompt_token_ids", "vocabulary"),
+        ("completions", {"prompt": [1, "a"]}, "prompt", "prompt"),
+        ("completions", {"prompt": ["a"] * 257}, "prompt", "limit of 256"),
+        ("completions", {"prompt": "a " * 5000}, "prompt", "longest sequence"),
+        ("completions", PLAIN | {"model": "other"}, "model", "does not exist"),
+        ("chat/completions", {"messages": []}, "messages", "at least 1"),
+        ("chat/completions", {"messages": [{"role": "boss", "content": "x"}]}, "messages.0.role", "input should be"),
+        ("chat/completions", {"messages": TURNS, "max_completion_tokens": -1}, "max_completion_tokens", "integer"),
+        ("chat/completions", {"messages": TURNS, "top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+        ("chat/completions", {"messages": TURNS, "logprobs": True, "top_logprobs": 9999}, "top_logprobs", "integer"),
+        ("chat/completions", {"messages": TURNS, "tools": []}, "tools", "not supported"),
+        ("chat/completions", {"messages": TURNS, "response_format": {"type": "json_object"}}, "response_format", "text"),
+    ],
+)  # fmt: skip
+def test_bad_fields_are_named(served: Served, path: str, body: dict[str, Any], field: str, words: str) -> None:
+    got = httpx.post(f"{served.url}/v1/{path}", json=body)
+    assert got.status_code in (400, 404), got.text
+    error = got.json()["error"]
+    assert words.lower() in error["message"].lower()
+    assert error["message"].startswith(field) or error["param"] == field
+    assert served.client.completions.create(model="tiny", prompt="Hi", max_tokens=1).choices
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"NaN"])
+def test_what_is_no_request_is_refused(served: Served, body: bytes) -> None:
+    got = httpx.post(f"{served.url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert got.status_code == 400
+    assert got.json()["error"]["message"]
+
+
+def test_paths_and_methods_that_are_not_there_are_said_so(served: Served) -> None:
+    assert httpx.post(f"{served.url}/v1/nothing", json={}).json()["error"]["code"] == 404
+    assert httpx.get(f"{served.url}/v1/completions").json()["error"]["code"] == 405
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_frees_what_they_had(served: Served, stream: bool) -> None:
+    body = {"prompt": "Hi", "max_tokens": 100, "ignore_eos": True, "stream": stream}
+    for _ in range(5):
+        with httpx.Client(timeout=0.1) as client, pytest.raises(httpx.TimeoutException):
+            with client.stream("POST", f"{served.url}/v1/completions", json=body | {"n": 8}) as reply:
+                reply.read()
+                raise httpx.ReadTimeout("it was faster")
+    ends = time.monotonic() + 5
+    while (served.engine.has_unfinished or served.service.active) and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert not served.engine.has_unfinished
+    assert served.service.active == 0
+
+
+def test_a_key_is_asked_for_and_too_much_is_refused(tiny_model: Path) -> None:
+    with serving(tiny_model, api_key="secret", max_requests=4, max_body=2000) as server:
+        assert server.client.models.list().data
+        wrong = server.client.with_options(api_key="secreT")
+        with pytest.raises(openai.AuthenticationError, match="API key"):
+            wrong.models.list()
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        with pytest.raises(openai.RateLimitError, match="too many") as refused:
+            server.client.completions.create(model="tiny", prompt=["Hi"] * 5)
+        assert refused.value.response.headers["retry-after"] == "1"
+        with pytest.raises(openai.APIStatusError, match="limit of 2000 bytes") as large:
+            server.client.completions.create(model="tiny", prompt="x" * 3000)
+        assert large.value.status_code == 413
+        unsized = httpx.post(
+            f"{server.url}/v1/completions", content=iter([b"x" * 1500] * 2), headers={"Authorization": "Bearer secret"}
+        )
+        assert unsized.status_code == 413
+        assert server.client.completions.create(model="tiny", prompt="Hi", max_tokens=1).choices
+
+
+def test_a_request_that_takes_too_long_is_ended(tiny_model: Path) -> None:
+    with serving(tiny_model, timeout=0.05) as server:
+        with pytest.raises(openai.APIStatusError, match="longer than 0.05 seconds") as late:
+            server.client.completions.create(
+                model="tiny", prompt="Hi", max_tokens=200, n=64, extra_body={"ignore_eos": True}
+            )
+        assert late.value.status_code == 504
+
+
+def test_many_streams_at_once_are_neither_lost_nor_mixed_up(served: Served, llm: LLM) -> None:
+    prompts = [f"Number {i} is" for i in range(64)]
+    expected = llm.generate(prompts, SamplingParams(**SEEDED), use_tqdm=False)
+
+    async def ask(client: AsyncOpenAI, prompt: str) -> str:
+        stream = await client.completions.create(model="tiny", prompt=prompt, stream=True, **SEEDED)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def all_of_them() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            return await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
+
+    assert asyncio.run(all_of_them()) == [output.outputs[0].text for output in expected]
+
+
+def test_events_are_json_without_infinities(served: Served) -> None:
+    body = {"prompt": "Hi", "max_tokens": 3, "logprobs": 2, "temperature": 0, "stream": True}
+    body |= {"allowed_token_ids": [40, 41], "stream_options": {"include_usage": True}}
+    lines = httpx.post(f"{served.url}/v1/completions", json=body).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: "), parse_constant=pytest.fail) for line in lines[:-2]]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
