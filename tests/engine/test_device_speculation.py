@@ -138,6 +138,36 @@ def test_guesses_tell_what_the_host_would_find(
         assert len(outcomes) >= len(wanted) - 1 - lookahead
 
 
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("guessing", [False, True])
+def test_steps_after_a_sequence_has_ended_on_the_device_bring_the_others_what_is_theirs(
+    copying_model: Path, guessing: bool, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host, steps ahead, reads a row of which nothing came: before one with a draft, or where all are guesses."""
+
+    def asked(stop: list[int]) -> list[Request]:
+        params = [{"max_tokens": 8, "stop_token_ids": stop}, {"max_tokens": 12}]
+        prompts = (5, 6, 7, 5, 6), (109, 193, 178, 166, 166, 27, 121, 207, 109, 193)
+        return [
+            Request(name, prompt, SamplingParams(temperature=0.0, ignore_eos=True, **own))
+            for name, prompt, own in zip("ab", prompts, params)
+        ]
+
+    def nodes(drafting: DeviceDrafting, sequences: list[Sequence], most: Callable[[Sequence], int]) -> list[int]:
+        drafting.guessing = guessing
+        return [0 if guessing or one.request.request_id == "a" else min(most(one), 2) for one in sequences]
+
+    plain = make_engine(copying_model, "cpu", Runner)
+    stop = run(plain, asked([]))["a", 0].tokens[at]
+    expected = run(plain, asked([stop]))
+    monkeypatch.setattr(DeviceDrafting, "nodes", nodes)
+    engine = speculating(copying_model, 2, draft_nodes=3)
+    got = run(engine, asked([stop]))
+    for key, one in expected.items():
+        assert_same(got[key], one)
+    engine.check()
+
+
 @pytest.mark.usefixtures("real_drafting")
 def test_where_drafts_pay_they_are_made(copying_model: Path, expected: dict[tuple[str, int], Collected]) -> None:
     engine = speculating(copying_model, 1, draft_nodes=3)

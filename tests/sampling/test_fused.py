@@ -234,19 +234,27 @@ def test_more_candidates_than_a_short_list_holds_are_searched_exactly() -> None:
 
 
 @pytest.mark.parametrize("limit", ["logits", "allowed ids", "mask"])
-def test_top_k_keeps_what_is_left_where_fewer_blocks_than_k_have_anything(limit: str) -> None:
-    logits = torch.full((40, 1024), -torch.inf if limit == "logits" else 5.0)
+@pytest.mark.parametrize(("rows", "last"), [(40, 0.0), (40, 0.3), (7, 0.0), (7, 0.3)])
+def test_top_k_keeps_what_is_left_where_fewer_blocks_than_k_have_anything(limit: str, rows: int, last: float) -> None:
+    """A block's second value may be among the first k though it lies below the maxima of all others that have any."""
+    logits = torch.full((rows, 1024), -torch.inf if limit == "logits" else 5.0)
     left = [0, 1, 2, 300]
-    logits[:, left] = torch.tensor([0.3, 0.2, 0.1, 0.0])
+    logits[:, left] = torch.tensor([0.3, 0.2, 0.1, last])
     params = SamplingParams(top_k=3, allowed_token_ids=left if limit == "allowed ids" else None)
     masks: dict[str, Any] = {}
     if limit == "mask":
         words = torch.zeros(1, 32, dtype=torch.int32)
         words[0, 0], words[0, 300 // 32] = 7, 1 << 300 % 32
-        masks = {"masks": words, "mask_rows": torch.zeros(40, dtype=torch.int64)}
-    ours, theirs = (sample(joined([params] * 40, 1024, fused=f), logits, range(40), **masks) for f in (True, False))
-    assert ours.tokens.tolist() == theirs.tokens.tolist()
-    assert set(ours.tokens.tolist()) == {0, 1, 2}
+        masks = {"masks": words, "mask_rows": torch.zeros(rows, dtype=torch.int64)}
+    drawn: set[int] = set()
+    for position in range(10, 11 + 14 // rows):
+        ours, theirs = (
+            sample(joined([params] * rows, 1024, fused=fused), logits, range(rows), position, **masks).tokens.tolist()
+            for fused in (True, False)
+        )
+        assert ours == theirs
+        drawn.update(ours)
+    assert drawn == ({0, 1, 300} if last else {0, 1, 2})
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.0])

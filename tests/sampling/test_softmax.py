@@ -40,6 +40,20 @@ def test_probabilities_are_those_of_float64(path: bool, dtype: torch.dtype, voca
         assert (probabilities.double().sum(1) - 1).abs().max() < 1e-6
 
 
+def test_results_may_go_where_the_logits_are(path: bool) -> None:
+    logits = torch.randn(40, 40, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    expected, other = exact(logits, 0.7), exact(logits.t(), 0.7)
+    transposed, square = logits.clone(), logits.clone()
+    torch.testing.assert_close(softmax(logits, 0.7, logits, fused=path).double(), expected, rtol=1e-6, atol=0)
+    if not path:  # each row is read whole before it is written, but others may be written before
+        torch.testing.assert_close(
+            softmax(transposed.t(), 0.7, square.copy_(transposed), fused=path).double(), other, rtol=1e-6, atol=0
+        )
+        torch.testing.assert_close(
+            softmax(transposed.t(), 0.7, transposed, fused=path).double(), other, rtol=1e-6, atol=0
+        )
+
+
 @pytest.mark.parametrize("vocab", [49_152, 262_144])
 def test_wide_rows_sum_to_one(vocab: int) -> None:
     logits = (torch.randn(2, vocab, generator=torch.Generator().manual_seed(vocab)) * 3).to(DEVICE)

@@ -202,7 +202,11 @@ class Drafted:
     def result(self) -> StepResult:
         """Wait for the results."""
         words = self._ring.result(self._number)[: len(self._most_nodes)]
-        results = words[:, : 3 + 3 * words[:, 2].max()].tolist()
+        results = words[:, : 3 + 3 * max(words[:, 2].max(), 1)].tolist()
+        # A row whose sequence has ended before leaves nothing: what earlier launches left is dropped later, but there
+        # must be as much of it as the host expects. A row without a draft has one token.
+        for one, nodes in zip(results, self._most_nodes):
+            one[2] = max(one[2], 1) if nodes else 1
         tokens, statuses, rows = ([one for words in results for one in _path(words, part)] for part in range(3))
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if self._logprobs is not None:  # of all rows

@@ -53,8 +53,8 @@ def softmax(
     # Relative to the peak first: a small temperature must not make infinities of large logits. And not by torch's own
     # softmax: where vectors are short, as with AVX2, its sums of wide rows are 4e-5 off, those of torch.sum 1e-7.
     values = logits.float()
-    torch.sub(values, values.amax(1, keepdim=True), out=out).div_(scales).exp_()
-    return out.div_(out.sum(1, keepdim=True))
+    weights = (values - values.amax(1, keepdim=True)).div_(scales).exp_()
+    return torch.div(weights, weights.sum(1, keepdim=True), out=out)
 
 
 def softmax_into(out: Tensor, logits: Tensor, temperature: float | Tensor, one_pass: bool) -> None:

@@ -68,10 +68,10 @@ def _reached_by(values, more, peak, k):
         low = tl.where(reached > 0, low + reached * step, low)  # of an infinite step none is reached
         step *= 0.2
         cuts += 1
-    if count == unknown:
-        counted = (values > -float("inf")).to(tl.int32)
+    if count == unknown:  # fewer reach any cut: ``low`` is the least of ``values``, below which ``more`` may lie
+        counted = (values >= low).to(tl.int32)
         if more is not None:
-            counted += (more > -float("inf")).to(tl.int32)
+            counted += (more >= low).to(tl.int32)
         low = tl.where(tl.sum(counted, 0) >= k, low, LOWEST)
     return low
 

@@ -9,7 +9,6 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -25,7 +24,8 @@ from freewheel.engine.inputs import Prompt
 from freewheel.engine.outputs import CompletionOutput, RequestOutput
 from freewheel.models.tokenizer import Tokenizer
 from freewheel.sampling import SamplingParams
-from freewheel.server.errors import ApiError, answer_error, answer_unfit
+from freewheel.server.errors import ApiError, answer_unfit
+from freewheel.server.metrics import Metrics
 from freewheel.server.protocol import (
     Body,
     ChatCompletionRequest,
@@ -131,7 +131,7 @@ class Service:
         self.tokenizer, self.config = tokenizer, config
         self.max_model_len = engine.max_model_len
         self.active = 0
-        self._order = count()
+        self.metrics = Metrics(engine)
 
     def check_model(self, name: str | None) -> None:
         """ApiError where it is another one."""
@@ -161,6 +161,8 @@ class Service:
                 async with aclosing(self.engine.generate(prompt, params, priority=request.priority)) as outputs:
                     async for output in outputs:
                         news.put_nowait((number, output))
+                        if output.finished:
+                            self.metrics.ended(output)
                 news.put_nowait(None)
             except Exception as error:
                 news.put_nowait(error)
@@ -418,6 +420,10 @@ def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> Fast
         """200 while the engine takes requests."""
         return Response(status_code=503 if service.engine.dead else 200)
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
@@ -457,8 +463,13 @@ def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> Fast
         message = reasons.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).response()
 
+    async def answer_api(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ApiError)
+        service.metrics.refused(error.status)
+        return error.response()
+
     handlers: list[tuple[type[Exception], Callable[[Request, Exception], Awaitable[Response]]]] = [
-        (ApiError, answer_error),
+        (ApiError, answer_api),
         (RequestValidationError, answer_unfit),
         (HTTPException, answer_http),
     ]

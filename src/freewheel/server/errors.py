@@ -35,12 +35,6 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers=self.headers)
 
 
-async def answer_error(request: Request, error: Exception) -> JSONResponse:
-    """Of an ApiError."""
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
 async def answer_unfit(request: Request, error: Exception) -> JSONResponse:
     """Of a body that is no JSON, or has fields of wrong names or types: the first is named."""
     assert isinstance(error, RequestValidationError)

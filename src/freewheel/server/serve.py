@@ -82,14 +82,13 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     _say(f"loaded in {loaded - began:.1f} s, engine ready in {ready - loaded:.1f} s: {sizes}")
     if args.host not in LOCAL and key is None:
         _say(f"anyone who reaches {args.host} may use this server: there is no --api-key")
-    _say(f"model {server.name!r} at http://{args.host}:{args.port}/v1 (Ctrl-C stops)")
-    uvicorn.run(
-        make_app(engine, model.tokenizer, server),
-        host=args.host,
-        port=args.port,
-        log_level="warning",
-        timeout_graceful_shutdown=int(args.grace),
+    app = make_app(engine, model.tokenizer, server)
+    options = uvicorn.Config(
+        app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=int(args.grace)
     )
+    socket = options.bind_socket()
+    _say(f"model {server.name!r} at http://{args.host}:{socket.getsockname()[1]}/v1 (Ctrl-C stops)")
+    uvicorn.Server(options).run(sockets=[socket])
 
 
 def _say(text: str) -> None:
