@@ -1,6 +1,7 @@
 """The server's interface, by the client that it is made for; its answers are those of the offline API."""
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -293,3 +294,59 @@ def test_metrics_count_what_was_done(tiny_model: Path) -> None:
     assert float(values['freewheel_refused_total{status="400"}']) == 1
     assert float(values["freewheel_first_token_seconds_count"]) == 2
     assert float(values["freewheel_running"]) == float(values["freewheel_waiting"]) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_prompt_can_be_scored_alone(served: Served, llm: LLM, max_tokens: int, stream: bool) -> None:
+    """One that leaves room for a token, and one that fills the context."""
+    ids = [token % 200 + 10 for token in range(llm.max_model_len - 1)]
+    for prompt in [ids[:9], ids] + [[*ids, 10]] * (max_tokens == 0):
+        got = served.client.completions.create(
+            model="tiny", prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens, stream=stream, temperature=0
+        )
+        choices = [choice for part in (got if stream else [got]) for choice in part.choices]
+        expected = offline(llm, prompt, max_tokens=max_tokens, temperature=0, logprobs=1, prompt_logprobs=1)
+        assert choices[-1].finish_reason == "length"
+        assert "".join(choice.text for choice in choices) == llm.tokenizer.decode(prompt) + expected.outputs[0].text
+        logprobs = [one for choice in choices for one in choice.logprobs.token_logprobs]
+        assert len(logprobs) == len(prompt) + max_tokens
+        assert expected.prompt_logprobs is not None
+        wanted = [entry and entry[id].logprob for id, entry in zip(prompt, expected.prompt_logprobs)]
+        assert logprobs[0] is None
+        assert logprobs[1 : len(prompt)] == pytest.approx(wanted[1:], abs=1e-4)
+
+
+RIGHT: list[Any] = [[0], [0, 0], [[0]], " "]
+EMPTY: list[Any] = [[], [[]], "", ["Hi", ""]]
+
+
+@pytest.mark.parametrize(("prompt", "right"), [(one, one in RIGHT) for one in (*RIGHT, *EMPTY)])
+def test_only_prompts_without_tokens_are_empty(served: Served, prompt: Any, right: bool) -> None:
+    got = httpx.post(f"{served.url}/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+    assert got.status_code == (200 if right else 400)
+    assert right or "prompt is empty" in got.json()["error"]["message"]
+
+
+CHAT = {"messages": TURNS}
+WRONG = [None, True, 1, -1, 2**31, 2**63, 1e400, "x", "", [], [None], {}, {"a": {}}, [[]], "\x00", "é" * 300]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_no_value_of_any_field_is_a_server_s_error(served: Served, path: str) -> None:
+    """The answer names what is wrong, and does not echo what came."""
+    schema = httpx.get(f"{served.url}/openapi.json").json()["components"]["schemas"]
+    fields = schema["CompletionRequest" if path == "completions" else "ChatCompletionRequest"]["properties"]
+    with httpx.Client(timeout=30) as client:
+        for field, value in itertools.product(fields, WRONG):
+            if (field, value) in (("max_tokens", 2**31), ("stream", True)):
+                continue
+            body = (PLAIN if path == "completions" else CHAT) | {"max_tokens": 1, field: value}
+            text = json.dumps(body).replace("Infinity", "1e400")
+            got = client.post(f"{served.url}/v1/{path}", content=text, headers={"Content-Type": "application/json"})
+            assert got.status_code in (200, 400, 404), (field, value, got.text)
+            if got.status_code != 200:
+                error = got.json()["error"]
+                assert (error["param"] or "").startswith(field) or error["message"].startswith(field), (value, error)
+                assert len(got.content) < 1000
+    assert served.client.completions.create(model="tiny", prompt="Hi", max_tokens=1).choices

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import socket
 import sys
 import time
 from typing import Any
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
         timeout=args.timeout,
         cors_origins=tuple(args.cors_origin or ()),
     )
+    listening = _listen(args.host, args.port)  # before a model is loaded in vain
     config = EngineConfig(max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs, **engine_options)
     began = time.perf_counter()
     _say(f"loading {args.model} on {args.device}")
@@ -82,13 +84,24 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     _say(f"loaded in {loaded - began:.1f} s, engine ready in {ready - loaded:.1f} s: {sizes}")
     if args.host not in LOCAL and key is None:
         _say(f"anyone who reaches {args.host} may use this server: there is no --api-key")
+    listening.listen()  # whoever reads the next line may come at once
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    _say(f"model {server.name!r} at http://{host}:{listening.getsockname()[1]}/v1 (Ctrl-C stops)")
     app = make_app(engine, model.tokenizer, server)
-    options = uvicorn.Config(
-        app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=int(args.grace)
-    )
-    socket = options.bind_socket()
-    _say(f"model {server.name!r} at http://{args.host}:{socket.getsockname()[1]}/v1 (Ctrl-C stops)")
-    uvicorn.Server(options).run(sockets=[socket])
+    options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(args.grace))
+    uvicorn.Server(options).run(sockets=[listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """ValueError if there is no such address, or another one listens there."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise ValueError(f"port {port} of host {host!r} cannot be listened to: {error.strerror or error}") from None
+    return listening
 
 
 def _say(text: str) -> None:
