@@ -91,3 +91,17 @@ def imported_by(code: str) -> set[str]:
 )
 def test_nothing_is_imported_before_it_is_needed(code: str, absent: set[str]) -> None:
     assert not imported_by(code) & absent
+
+
+def test_all_but_the_server_runs_without_what_the_server_is_made_of() -> None:
+    script = """
+import sys
+sys.modules.update(dict.fromkeys(("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client")))
+import freewheel.llm, freewheel.engine.async_engine
+from freewheel.cli import main
+assert main(["models", "--json"]) == 0
+raise SystemExit(main(["serve"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "missing: install freewheel with its extra" in done.stderr

@@ -247,6 +247,12 @@ def test_a_key_is_asked_for_and_too_much_is_refused(tiny_model: Path) -> None:
 
 
 def test_a_request_that_takes_too_long_is_ended(tiny_model: Path) -> None:
+    with serving(tiny_model, timeout=0.3) as server:
+        body = {"prompt": "Hi", "max_tokens": 120, "n": 500, "ignore_eos": True, "stream": True}
+        lines = [line for line in httpx.post(f"{server.url}/v1/completions", json=body).text.split("\n\n") if line]
+        assert '"text"' in lines[0]
+        assert "took longer than" in lines[-2]
+        assert lines[-1] == "data: [DONE]"
     with serving(tiny_model, timeout=0.05) as server:
         with pytest.raises(openai.APIStatusError, match="took longer than") as late:
             server.client.completions.create(
@@ -287,11 +293,14 @@ def test_metrics_count_what_was_done(tiny_model: Path) -> None:
         )
         with pytest.raises(openai.BadRequestError):
             server.client.completions.create(model="tiny", prompt="Hi", n=0)
+        assert httpx.post(f"{server.url}/v1/completions", json={}).status_code == 400
+        assert httpx.get(f"{server.url}/nowhere").status_code == 404
         lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert float(values['freewheel_requests_total{reason="length"}']) == 2
     assert float(values['freewheel_tokens_total{kind="output"}']) == 6
-    assert float(values['freewheel_refused_total{status="400"}']) == 1
+    assert float(values['freewheel_refused_total{status="400"}']) == 2
+    assert float(values['freewheel_refused_total{status="404"}']) == 1
     assert float(values["freewheel_first_token_seconds_count"]) == 2
     assert float(values["freewheel_running"]) == float(values["freewheel_waiting"]) == 0
 

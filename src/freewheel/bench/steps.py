@@ -37,7 +37,7 @@ class StepProfile:
         inside: share of the time in which anything ran: of that in graphs, from the first start of each to its last
             end, or without graphs of all.
         between: share of the time in which a graph ran, or was about to, of other steps, without the profiler; None
-            without graphs: then no gaps are left out.
+            without graphs.
         step_ms: the time from the first start to the last end over the number of steps; the profiler's own cost is in
             it.
         longest_gap_us: in which nothing ran inside a step, or between steps without the profiler.

@@ -71,19 +71,28 @@ class ServerConfig:
 
 
 class Limits:
-    """Middleware that refuses what is too large, or comes without the key, before any of it is looked at."""
+    """Middleware that refuses what is too large, or comes without the key, before any of it is looked at.
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app, self._config = app, config
+    It counts all answers that are errors, whoever gives them.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
+        self._app, self._config, self._metrics = app, config, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self._metrics.refused(message["status"])
+            await send(message)
+
         headers = {name.lower(): value for name, value in scope["headers"]}
         error = self._refused(scope["path"], headers)
         if error is not None:
-            await error.response()(scope, receive, send)
+            await error.response()(scope, receive, noted)
             return
         size = 0
 
@@ -97,9 +106,9 @@ class Limits:
 
         async def answered(message: Message) -> None:
             if size <= self._config.max_body:
-                await send(message)
+                await noted(message)
             elif message["type"] == "http.response.start":  # of FastAPI, which makes 400 of whatever reading raises
-                await self._too_large().response()(scope, receive, send)
+                await self._too_large().response()(scope, receive, noted)
 
         await self._app(scope, counted, answered)
 
@@ -167,18 +176,20 @@ class Service:
             except Exception as error:
                 news.put_nowait(error)
 
+        timeout = self.config.timeout
+        ends = None if timeout is None else asyncio.get_running_loop().time() + timeout
         readers = [asyncio.create_task(follow(number, prompt)) for number, prompt in enumerate(prompts)]
         try:
-            async with asyncio.timeout(self.config.timeout):
-                left = len(readers)
-                while left:
+            left = len(readers)
+            while left:
+                async with asyncio.timeout_at(ends):  # of one wait: a stream's first is another task's than the rest
                     item = await news.get()
-                    if isinstance(item, tuple):
-                        yield item
-                    elif isinstance(item, BaseException):
-                        raise item
-                    else:
-                        left -= 1
+                if isinstance(item, tuple):
+                    yield item
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    left -= 1
         except TimeoutError:
             raise ApiError(504, f"the request took longer than {self.config.timeout:g} seconds") from None
         except ValueError as error:
@@ -465,7 +476,6 @@ def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> Fast
 
     async def answer_api(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
-        service.metrics.refused(error.status)
         return error.response()
 
     handlers: list[tuple[type[Exception], Callable[[Request, Exception], Awaitable[Response]]]] = [
@@ -475,7 +485,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> Fast
     ]
     for kind, handler in handlers:
         app.add_exception_handler(kind, handler)
-    app.add_middleware(Limits, config=config)
+    app.add_middleware(Limits, config=config, metrics=service.metrics)
     if config.cors_origins:
         from fastapi.middleware.cors import CORSMiddleware
 

@@ -48,7 +48,9 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
 
         from freewheel.server.app import ServerConfig, make_app
     except ModuleNotFoundError as error:
-        raise ValueError(f"serve: {error.name} is missing; pip install 'freewheel[server]' brings it") from None
+        raise ValueError(
+            f"serve: {error.name} is missing: install freewheel with its extra, as in pip install -e '.[server]'"
+        ) from None
     from freewheel.config import EngineConfig
     from freewheel.engine.build import build_engine, prepare
     from freewheel.models.load import load
