@@ -8,6 +8,7 @@ import torch
 
 from freewheel.cache.pool import KVPool, available_memory, size_pool
 from freewheel.config import EngineConfig
+from freewheel.engine.buckets import most_drawn
 from freewheel.engine.corpus import load_corpus
 from freewheel.engine.engine import Engine
 from freewheel.engine.runner import Runner
@@ -48,7 +49,7 @@ def build_engine(
 
         if config.speculation and config.draft_width > MOST_WIDTH:
             raise ValueError(f"draft_width must be at most {MOST_WIDTH} on CUDA devices, not {config.draft_width}")
-        beside = working_memory(decoder, config) + most_bytes(config.max_num_seqs, spec.vocab_size)
+        beside = working_memory(decoder, config) + most_bytes(config.max_num_seqs, most_drawn(config), spec.vocab_size)
         available = max(0, available - beside)
     size = size_pool(
         config,

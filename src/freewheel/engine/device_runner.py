@@ -34,7 +34,7 @@ from freewheel.engine.step_kernels import write_pages
 from freewheel.models.decoder import Decoder, kv_cache_shape
 from freewheel.models.fused_decoder import FusedDecoder, Rows
 from freewheel.ops.attention_gpu import plan_tiles
-from freewheel.ops.launch import launch
+from freewheel.ops.launch import Direct
 from freewheel.sampling import Logprobs, Sampler
 
 MOST_WANTED = 32  # rows of a captured chunk that have logits
@@ -109,6 +109,7 @@ class DeviceRunner(Runner):
         # Kernels and graphs are launched on the thread's current device, which is the first as a rule.
         self._here = torch.cuda.device(pool.device) if pool.device.index else nullcontext()
         self._outbox = Outbox(pool.device)
+        self._page_writer = Direct(write_pages, warps=1)
         self._steps: dict[int, DecodeStep] = {}
         self._draft_steps: dict[tuple[int, int], DraftStep] = {}
         self._drafts: DeviceDrafts | None = None
@@ -385,8 +386,8 @@ class DeviceRunner(Runner):
         written.clear()  # only now: an upload may fail
 
     def _write_pages(self, places: list[int], pages: list[int]) -> None:
-        grid = (max(-(-len(pages) // PAGES_A_PROGRAM), 1),)
-        launch(write_pages, grid, 1, self._outbox.write([places, pages]), self._page_table, len(pages), PAGES_A_PROGRAM)
+        programs = max(-(-len(pages) // PAGES_A_PROGRAM), 1)
+        self._page_writer(programs, self._outbox.write([places, pages]), self._page_table, len(pages), PAGES_A_PROGRAM)
         self._outbox.sent()
 
     def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:

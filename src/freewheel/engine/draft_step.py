@@ -105,12 +105,15 @@ class DraftStep:
             *room(torch.int64, 6, even(rows))[:, :rows].unbind(),
             tiles=room(torch.int32, tiles, 4),
             starts=room(torch.int32, sequences),
+            paths=room(torch.int64, rows, drafts.depth),
         )
         laid = self._laid
         self.rows = Rows(laid.slots, laid.positions)
         if self._drafting:
             self.rows = Rows(laid.slots, laid.positions, laid.tiles, laid.places, laid.ancestors, tile_rows)
-        self.sample_rows = SampleRows(laid.sample_slots, laid.following, each=1 + nodes if self._drafting else 1)
+        self.sample_rows = SampleRows(laid.sample_slots, laid.following)
+        if self._drafting:
+            self.sample_rows = replace(self.sample_rows, paths=laid.paths, each=1 + nodes)
         self.ring = Ring(places, (sequences, 3 + 3 * (1 + self._nodes)), device)
         self.graphs = Graphs()
         self._put: tuple[list[int], list[int]] = ([], [])
@@ -134,8 +137,7 @@ class DraftStep:
             most_nodes=most_nodes + [0] * len(idle),
             places=[self.ring.place] * self._inputs.shape[1],
         )
-        self._inputs.copy_(self._outbox.write(columns), non_blocking=True)
-        self._outbox.sent()
+        self._outbox.tell(self._inputs, columns)
 
     def forget(self) -> None:
         """A step failed: the device may have other inputs than expected."""
@@ -159,7 +161,7 @@ class DraftStep:
             kernels.lay_out, (self._sequences,), 1,
             self._columns, drafts.lengths, self._trees, self._laid, history, history.shape[1], len(history) - 1, total,
             tiles, power(self._sequences), self._nodes, power(1 + self._nodes), power(total), power(tiles),
-            self._tile_rows,
+            self._tile_rows, drafts.depth, power(drafts.depth),
         )  # fmt: skip
 
     def end(self, samples: Samples) -> None:
@@ -207,9 +209,10 @@ class Drafted:
         # must be as much of it as the host expects. A row without a draft has one token.
         for one, nodes in zip(results, self._most_nodes):
             one[2] = max(one[2], 1) if nodes else 1
-        tokens, statuses, rows = ([one for words in results for one in _path(words, part)] for part in range(3))
+        tokens, statuses = ([one for words in results for one in _path(words, part)] for part in range(2))
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if self._logprobs is not None:  # of all rows
+            rows = [one for words in results for one in _path(words, 2)]
             kept = Logprobs(*(getattr(self._logprobs, column.name)[rows] for column in fields(Logprobs)))
             logprobs = by_row(torch.tensor(tokens), replace(kept, rows=torch.arange(len(rows))))
         drafting = [words for words, nodes in zip(results, self._most_nodes) if nodes]

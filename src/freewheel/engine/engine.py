@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from freewheel.cache.pool import KVPool
 from freewheel.cache.radix import Node, PrefixCache
 from freewheel.config import EngineConfig
-from freewheel.engine.buckets import BUCKETS, MAX_DRAFT_ROWS
+from freewheel.engine.buckets import BUCKETS, MAX_DRAFT_ROWS, most_drawn
 from freewheel.engine.drafting import DeviceDrafting, Drafting, Pace, StepTimes
 from freewheel.engine.runner import Decoder, InFlight, Runner, Sampled, Span, StepResult
 from freewheel.engine.scheduler import Capacity, Entry, pages_for, plan
@@ -24,6 +24,7 @@ from freewheel.speculative import NgramIndex, SpeculationMetrics
 
 # Scoring a prompt needs a row of logits for every token, as a draft does: a step's [rows, vocab_size] must stay small.
 MAX_SCORED_ROWS = 128
+PAGES_AHEAD = 8  # that a sequence is given beyond what its drafts need, where the device makes them
 
 _rank = attrgetter("rank")
 
@@ -89,6 +90,7 @@ class Engine:
             vocab_size,
             max_model_len,
             valid_vocab_size=valid_vocab_size,
+            drawn=most_drawn(config),
             device=pool.device,
             fused=config.uses_kernels(pool.device.type),
         )
@@ -285,6 +287,8 @@ class Engine:
             size = self._pool.page_size
             assert sequence.computed <= len(sequence.pages) * size
             drafted = 0 if self._drafting is None else (1 + self.lookahead) * self.config.draft_nodes
+            if isinstance(self._drafting, DeviceDrafting):
+                drafted += PAGES_AHEAD * size
             longest = max(sequence.length, sequence.launched) + drafted
             assert len(sequence.pages) <= pages_for(longest, size), "it holds a page that it has no use for"
             assert self._cache.path(sequence.node) == sequence.pages[: sequence.node.depth]
@@ -388,6 +392,7 @@ class Engine:
         left = min(self._most_rows - sum(row.span.rows for row in rows), MAX_DRAFT_ROWS - len(decoding))
         # All that run find another page, and those who wait find all there are.
         size, pages = self._pool.page_size, 0 if self._waiting else max(self._cache.available - len(self._running), 0)
+        free = self._cache.pages.free - len(self._running)
         needs: list[tuple[Sequence, int]] = []
         for i, sequence, nodes in zip(decoding, sequences, wanted):
             slot, start = rows[i].span[:2]
@@ -396,18 +401,22 @@ class Engine:
                 left -= nodes
                 end = start + 1 + nodes
                 if end > len(sequence.pages) * size:
-                    pages -= pages_for(end, size) - len(sequence.pages)
-                    needs.append((sequence, end))
-            guess = guessing and self._most_nodes(sequence) > 0
-            span = Span(slot, start, 1, True, nodes=nodes, guess=guess, follows=sequence.slack > 0)
-            rows[i] = _Row(sequence, span, sequence.stay)
+                    missing = pages_for(end, size) - len(sequence.pages)
+                    # To tell the device of a page takes a launch, so the next steps get theirs as well.
+                    rest = pages_for(sequence.max_length, size) - len(sequence.pages) - missing
+                    ahead = min(PAGES_AHEAD, rest, max(min(pages, free) - missing, 0))
+                    pages, free = pages - missing - ahead, free - missing - ahead
+                    needs.append((sequence, min(end + ahead * size, sequence.max_length)))
+            guess, follows = guessing and self._most_nodes(sequence) > 0, sequence.slack > 0
+            if nodes or guess or follows:
+                span = Span(slot, start, 1, True, nodes=nodes, guess=guess, follows=follows)
+                rows[i] = _Row(sequence, span, sequence.stay)
         if needs:
             self._secure(needs)
 
     def _most_nodes(self, sequence: Sequence) -> int:
-        """Of a draft that the device makes: the kernels edit the logits of one row of each sequence."""
-        edited = self._state.settings[sequence.slot].edited(len(sequence.tokens))
-        return 0 if edited else max(sequence.max_length - sequence.length - 1, 0)
+        """Of a draft that the device makes."""
+        return max(sequence.max_length - sequence.length - 1, 0)
 
     def _candidates(self, offers: dict[int, "_Offer"]) -> Iterator[Entry]:
         """Waiting sequences with what the prefix cache offers them, looked up as the scheduler gets to them."""

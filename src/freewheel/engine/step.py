@@ -89,8 +89,7 @@ class DecodeStep:
             sample_slots=[*slots, *(self._spare_slot for _ in idle)],
             places=[*(self.ring.place for _ in slots), *idle],
         )
-        self._inputs.copy_(self._outbox.write(columns), non_blocking=True)
-        self._outbox.sent()
+        self._outbox.tell(self._inputs, columns)
 
     def forget(self) -> None:
         """A step failed: the device may have other inputs than expected."""
