@@ -13,8 +13,8 @@ import pytest
 import torch
 from drawing import Draw, p_value, sample_each
 from reference import edited_logits, probabilities, two_level
-from torch import Tensor
 from speculative.trees import random_tree
+from torch import Tensor
 
 from freewheel.sampling import Sampler, SampleRows, Samples, SamplingParams, SamplingState, Status
 from freewheel.speculative import DraftTree, walk
@@ -48,7 +48,8 @@ kernels |= vars(truncation_kernels)
 everything = {"EDITS": True, "MASKED": True, "CHAINED": True, "LOGPROBS": True, "BLOCKS": 256, "IDS": 128}
 drafts = {"DEPTH": 12, "PATH": 16, "EACH": 16}
 for name, constants in [
-    ("edit", {"DEPTH": 0, "PATH": 1, "EACH": 1}), ("edit", drafts), ("touch", drafts), ("untouch", drafts), ("draw", {"TILE": 8, "ROWS": 16, "ALL": False, "FINISH": True}),
+    ("edit", {"DEPTH": 0, "PATH": 1, "EACH": 1}), ("edit", drafts), ("touch", drafts), ("untouch", drafts),
+    ("draw", {"TILE": 8, "ROWS": 16, "ALL": False, "FINISH": True}),
     ("draw", {"TILE": 8, "ROWS": 0, "ALL": True, "FINISH": False}),
     ("draw_plain", {"TILE": 8, "DEMANDS": True}), ("check", {"TILE": 8}), ("finish", {}), ("append", {}),
     ("threshold", {}), ("race", {"TILE": 8}), ("spread", {"TILE": 8}),

@@ -402,10 +402,10 @@ def wide_product(
 ):  # fmt: skip
     """y [rows, outputs] = x [rows, INPUTS] @ weight.T for rows of the weight's type; plus bias; gated.
 
-    Each program takes ROWS of the rows, and LINES rows of the weight, COLUMNS columns at a time, AHEAD of these chunks read in advance. The
-    weight is the left factor: 64 of its lines fill a tensor core's instruction, however few rows there are. Where
-    gated, the first half of the lines are gates, the others their ups. With SHARE below INPUTS each program computes
-    what so many columns add: y is [shares, rows, outputs], and the launch that follows adds them up.
+    Each program takes ROWS of the rows, and LINES rows of the weight, COLUMNS columns at a time, AHEAD of these chunks
+    read in advance. The weight is the left factor: 64 of its lines fill a tensor core's instruction, however few rows
+    there are. Where gated, the first half of the lines are gates, the others their ups. With SHARE below INPUTS each
+    program computes what so many columns add: y is [shares, rows, outputs], and the launch that follows adds them up.
     """
     each: tl.constexpr = LINES if ACTIVATION is None else LINES // 2
     line = tl.arange(0, LINES)

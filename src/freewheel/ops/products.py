@@ -167,7 +167,8 @@ def wide_product(
     _launch(
         kernels.wide_product, (-(-width // tile.lines), count, -(-rows // MOST_WIDE_ROWS)), tile.warps, chained,
         y, x, weight, bias, rows, outputs,
-        min(max(power(rows), 16), MOST_WIDE_ROWS), inputs, tile.lines, tile.share, tile.columns, tile.ahead, activation, tile.stages,
+        min(max(power(rows), 16), MOST_WIDE_ROWS), inputs, tile.lines, tile.share, tile.columns, tile.ahead,
+        activation, tile.stages,
     )  # fmt: skip
 
 
