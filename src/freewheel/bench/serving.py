@@ -295,10 +295,10 @@ def calibrate(processes: int, concurrency: int) -> Calibration:
 
 @dataclass(frozen=True)
 class Side:
-    """One of what is compared: a name, and what runs bodies of completions there."""
+    """One of what is compared: a name, and what runs bodies of completions there, under a title, to be counted or not."""
 
     name: str
-    run: Callable[[Sequence[Body], str | None], tuple[Traffic, Pulse | None]]
+    run: Callable[[Sequence[Body], str, bool], tuple[Traffic, Pulse | None]]
 
 
 @dataclass(frozen=True)
@@ -306,13 +306,15 @@ class Plan:
     """How bodies are sent; see :func:`add_arguments`.
 
     Attributes:
-        common: what every body has beside its own.
+        common: what bodies have that have none of their own.
+        extra: what all of them have, whatever their own is.
         due: when each is sent; None: by ``concurrency``.
         heartbeat: seconds between questions for the server's health; None: none.
     """
 
     endpoint: str
     common: Body
+    extra: Body
     key: str | None
     concurrency: int
     due: list[float] | None
@@ -325,16 +327,16 @@ class Plan:
     def body(self, number: int, body: Body) -> Body:
         """The whole body of a request."""
         seeds = {} if self.seed is None else {"seed": self.seed + number}
-        made = {**self.common, **seeds, **body}
+        made = {**self.common, **seeds, **body, **self.extra}
         return as_chat(made) if self.endpoint == "chat" else made
 
-    def send(self, address: Address, several: Sequence[Body], title: str | None) -> tuple[Traffic, Pulse | None]:
-        """Send bodies to a server; fewer than are due are sent in turn."""
+    def send(self, address: Address, several: Sequence[Body], title: str, counts: bool) -> tuple[Traffic, Pulse | None]:
+        """Send bodies to a server. What does not count is sent in turn, once."""
         path = "/chat/completions" if self.endpoint == "chat" else "/completions"
         requests = [address.post(path, self.body(number, body), self.key) for number, body in enumerate(several)]
-        due = self.due if self.due is not None and title else None
-        load = Load(address, requests, self.concurrency, due, self.duration if title else None, self.timeout)
-        if self.heartbeat is None or not title:
+        due, duration = (self.due, self.duration) if counts else (None, None)
+        load = Load(address, requests, self.concurrency, due, duration, self.timeout)
+        if self.heartbeat is None or not counts:
             return drive(load, self.processes, title), None
         with Heartbeat(address, self.heartbeat) as heartbeat:
             traffic = drive(load, self.processes, title)
@@ -499,12 +501,12 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
         print(f"server     {where}, model {name}")
         print(f"load       {describe_load(args, len(several))}", flush=True)
         for side in sides:
-            if side.run(several if compares else first, None)[0].interrupted:
+            if side.run(several if compares else first, f"{side.name}, before", False)[0].interrupted:
                 raise KeyboardInterrupt
         turns = [(turn, side) for turn in range(args.repeats) for side in sides[:: 1 if turn % 2 == 0 else -1]]
         for turn, side in turns if compares else turns[:1]:
             try:
-                traffic, pulse = side.run(several, f"{side.name}, turn {turn + 1}" if compares else side.name)
+                traffic, pulse = side.run(several, f"{side.name}, turn {turn + 1}" if compares else side.name, True)
             except KeyboardInterrupt:
                 interrupted = True
                 break
@@ -629,7 +631,8 @@ def make_sides(
     usage = {"include_usage": True} | ({"continuous_usage_stats": True} if args.continuous_usage else {})
     plan = Plan(
         endpoint=args.endpoint,
-        common={"model": name, "stream": True, "stream_options": usage, **asked, **args.extra_body},
+        common={"model": name, "stream": True, "stream_options": usage, **asked},
+        extra=args.extra_body,
         key=key,
         concurrency=args.concurrency,
         due=due,
@@ -641,7 +644,7 @@ def make_sides(
     )
 
     def served(label: str, url: str, plan: Plan = plan) -> Side:
-        return Side(label, lambda several, title: plan.send(Address.of(url), several, title))
+        return Side(label, lambda *load: plan.send(Address.of(url), *load))
 
     if args.compare == "float32-logits":
         copying = stack.enter_context(own_server(replace(options, float32_logits=True)))
@@ -649,12 +652,12 @@ def make_sides(
     if args.compare == "offline":
         engine = stack.enter_context(offline_engine(options))
 
-        def answer(several: Sequence[Body], title: str | None) -> tuple[Traffic, None]:
+        def answer(several: Sequence[Body], title: str, counts: bool) -> tuple[Traffic, None]:
             return engine.run([plan.body(number, body) for number, body in enumerate(several)]), None
 
         return [Side("offline", answer), served("served", url)], where, name
     if args.compare_body is not None:
-        more = replace(plan, common={**plan.common, **args.compare_body})
+        more = replace(plan, extra={**plan.extra, **args.compare_body})
         return [served("without", url), served("with the fields", url, more)], where, name
     return [served("served", url)], where, name
 
@@ -719,7 +722,7 @@ def print_result(result: Result, limits: Mapping[str, float]) -> None:
         print(f" within {', '.join(f'{name} {limit:g} ms' for name, limit in limits.items())}", end="")
     cached = f", {result.cached_tokens} of them cached" if result.cached_tokens else ""
     inputs = "uncounted" if result.input_tokens is None else f"{result.input_tokens}{cached}"
-    chunks = "as the server told" if result.counted == 1 else "one each, as the server told only sums"
+    chunks = "as the server tells" if result.counted == 1 else "one each, as the server tells only sums"
     print(f"\ntokens     input {inputs}; output {result.output_tokens}; of chunks: {chunks}")
     print(f"{'ms':8}" + "".join(f"{name:>10}" for name in ("mean", "median", "p90", "p99", "max")))
     rows: list[tuple[str, Latency | None]] = [(LATENCIES[name], value) for name, value in result.latencies.items()]
@@ -788,6 +791,8 @@ def print_comparison(
     published = args.compare == "float32-logits"
     print(f"\n{second!r} over {first!r}, medians" + (", and what another engine had at batch 128" if published else ""))
     for name, row in comparison.items():
+        if args.compare == "offline" and name in ("ttft", "e2el"):  # there all are given at once, and most wait
+            continue
         label, _, form = COMPARED[name]
         beside = f"   published {PUBLISHED[name]:+.1f} %" if published and name in PUBLISHED else ""
         change = f"{row['ratio'] - 1:+8.2%} ({row['least'] - 1:+.2%} to {row['most'] - 1:+.2%})"
