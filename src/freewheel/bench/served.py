@@ -92,7 +92,9 @@ def _started(kind: str, options: Options) -> "Iterator[tuple[subprocess.Popen[st
         )
         try:
             assert process.stdin
-            print(json.dumps(asdict(options)), file=process.stdin, flush=True)  # a key would be seen among arguments
+            with suppress(BrokenPipeError):  # it is dead, and whoever waits for it says why
+                # Among arguments all users would see a key.
+                print(json.dumps(asdict(options)), file=process.stdin, flush=True)
             yield process, errors
         finally:
             process.terminate()

@@ -34,6 +34,7 @@ from freewheel.bench import machine
 from freewheel.bench.client import UNFINISHED, Address, Load, Outcome, Traffic, drive
 from freewheel.bench.served import Options, instant_server, offline_engine, own_server
 from freewheel.bench.shapes import SHAPES, shape_config
+from freewheel.bench.timing import device_name
 from freewheel.bench.workloads import WORKLOADS, Body, Shape, as_chat, bodies
 
 PERCENTILES = (50, 90, 99)
@@ -295,7 +296,7 @@ def calibrate(processes: int, concurrency: int) -> Calibration:
 
 @dataclass(frozen=True)
 class Side:
-    """One of what is compared: a name, and what runs bodies of completions there, under a title, to be counted or not."""
+    """One of what is compared: a name, and what runs bodies there, under a title, to be counted or not."""
 
     name: str
     run: Callable[[Sequence[Body], str, bool], tuple[Traffic, Pulse | None]]
@@ -485,12 +486,13 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     count = args.num_requests if due is None else len(due)
     several = bodies(args.workload, warmup + count, shape, args.load_seed, args.dataset)
     several, first = several[warmup:], several[:warmup]
-    results: dict[str, list[Result]] = {}
-    traffics: dict[str, Traffic] = {}
-    interrupted = False
+    told: dict[str, list[tuple[Result, Traffic]]] = {}
+    floor, interrupted = None, False
     with ExitStack() as stack:
         print(f"machine    {machine.describe()}")
-        floor = None
+        device = None if args.url else device_name(args.device)
+        if device not in (None, "cpu"):
+            print(f"device     {device}")
         if args.calibrate:
             floor = calibrate(args.processes, args.concurrency)
             print(
@@ -500,43 +502,51 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
         sides, where, name = make_sides(args, engine_options, stack, several, due)
         print(f"server     {where}, model {name}")
         print(f"load       {describe_load(args, len(several))}", flush=True)
-        for side in sides:
-            if side.run(several if compares else first, f"{side.name}, before", False)[0].interrupted:
-                raise KeyboardInterrupt
-        turns = [(turn, side) for turn in range(args.repeats) for side in sides[:: 1 if turn % 2 == 0 else -1]]
-        for turn, side in turns if compares else turns[:1]:
-            try:
-                traffic, pulse = side.run(several, f"{side.name}, turn {turn + 1}" if compares else side.name, True)
-            except KeyboardInterrupt:
-                interrupted = True
-                break
-            result = summarise(traffic, limits, pulse)
-            if compares:
-                print(compare_line(side.name, result, header=not results), flush=True)
-            else:
-                print_result(result, limits)
-            results.setdefault(side.name, []).append(result)
-            traffics[side.name] = traffic
-            if interrupted := traffic.interrupted:
-                break
-    if interrupted:
-        print("interrupted: that is what there was by then")
+        try:
+            for side in sides:
+                if side.run(several if compares else first, f"{side.name}, before", False)[0].interrupted:
+                    raise KeyboardInterrupt
+            for side, traffic, pulse in take_turns(sides, several, args.repeats if compares else 1):
+                if compares and traffic.interrupted:  # half a turn is like no other
+                    raise KeyboardInterrupt
+                result = summarise(traffic, limits, pulse)
+                if compares:
+                    print(compare_line(side.name, result, header=not told), flush=True)
+                else:
+                    print_result(result, limits)
+                told.setdefault(side.name, []).append((result, traffic))
+                if traffic.interrupted:
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            interrupted = True
+            print("interrupted: that is what there was by then")
+    results = {name: [result for result, _ in turns] for name, turns in told.items()}
     comparison = None
     if len(results) == 2:
         comparison = compare(*(results[side.name] for side in sides))
         print_comparison(args, sides, comparison)
-    report: dict[str, Any] = {"machine": machine.describe(), "server": where, "model": name, "interrupted": interrupted}
-    report |= {"load": describe_load(args, len(several)), "arguments": _plain(args, engine_options)}
+    load = describe_load(args, len(several))
+    report: dict[str, Any] = {"machine": machine.describe(), "device": device, "server": where, "model": name}
+    report |= {"load": load, "arguments": _plain(args, engine_options), "interrupted": interrupted}
     report |= {"clients": floor and asdict(floor), "limits_ms": limits, "comparison": comparison}
-    report |= {"results": {name: [asdict(result) for result in told] for name, told in results.items()}}
+    report |= {"results": {name: [asdict(result) for result in turns] for name, turns in results.items()}}
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.plot:
-        plot(traffics, report["load"], args.plot)
+        plot({name: turns[-1][1] for name, turns in told.items()}, load, args.plot)
     if interrupted:
         raise KeyboardInterrupt
-    if not all(result.completed for told in results.values() for result in told):
+    if not all(result.completed for turns in results.values() for result in turns):
         raise RuntimeError("no request ended well: see the failures above")
+
+
+def take_turns(
+    sides: Sequence[Side], several: Sequence[Body], turns: int
+) -> Iterator[tuple[Side, Traffic, Pulse | None]]:
+    """What comes of the load on each side, the first one changing with each turn."""
+    for turn in range(turns):
+        for side in sides[:: 1 if turn % 2 == 0 else -1]:
+            yield side, *side.run(several, f"{side.name}, turn {turn + 1}" if turns > 1 else side.name, True)
 
 
 def check(args: argparse.Namespace) -> dict[str, float]:
