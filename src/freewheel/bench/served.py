@@ -101,7 +101,7 @@ def _started(kind: str, options: Options) -> "Iterator[tuple[subprocess.Popen[st
             try:
                 process.wait(GRACE)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             for stream in filter(None, (process.stdin, process.stdout)):
                 with suppress(BrokenPipeError):

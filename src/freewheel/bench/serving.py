@@ -375,7 +375,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape", metavar="NAME",
         help=f"in place of a model: random weights of {', '.join(SHAPES)}, or of a config.json",
     )  # fmt: skip
-    server.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences at once (default: --concurrency)")
+    server.add_argument(
+        "--max-num-seqs", type=int, metavar="N",
+        help="most sequences at once (default: --concurrency; 32 with --request-rate)",
+    )  # fmt: skip
     server.add_argument(
         "--prefix-caching", action=argparse.BooleanOptionalAction,
         help="reuse what prompts share (default: on, but off where sides are compared: turns measure the same work)",
@@ -621,7 +624,7 @@ def make_sides(
         device=args.device,
         threads=args.threads,
         max_model_len=args.max_model_len or (None if None in lengths else max(filter(None, lengths))),
-        max_num_seqs=args.max_num_seqs or args.concurrency,
+        max_num_seqs=args.max_num_seqs or (32 if due else args.concurrency),
         shape=args.shape,
         engine={**engine_options, "enable_prefix_caching": caching},
         float32_logits=args.float32_logits,
