@@ -20,11 +20,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from http.client import HTTPConnection
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from urllib.request import urlopen
 
-from freewheel.bench.client import Outcome, Traffic
+from freewheel.bench.client import Address, Outcome, Traffic
 
 if TYPE_CHECKING:
     from freewheel.config import EngineConfig
@@ -79,17 +80,19 @@ def make_engine(options: Any, config: "EngineConfig") -> "tuple[LoadedModel, Eng
 
 
 @contextmanager
-def _started(kind: str, options: Options) -> "Iterator[tuple[subprocess.Popen[str], Any]]":
+def _started(kind: str, options: Options) -> "Iterator[tuple[subprocess.Popen[str], Path]]":
     """A process of this module, and the file that its errors go to. It is asked to stop, and ended in the end."""
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "freewheel.bench.served", kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if kind == "offline" else subprocess.DEVNULL,
-            stderr=errors,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the benchmark, which stops it then
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        errors = Path(folder, "errors")
+        with errors.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "freewheel.bench.served", kind],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if kind == "offline" else subprocess.DEVNULL,
+                stderr=file,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the benchmark, which stops it then
+            )
         try:
             assert process.stdin
             with suppress(BrokenPipeError):  # it is dead, and whoever waits for it says why
@@ -108,9 +111,8 @@ def _started(kind: str, options: Options) -> "Iterator[tuple[subprocess.Popen[st
                     stream.close()
 
 
-def _last_words(process: "subprocess.Popen[str]", errors: Any) -> str:
-    errors.seek(0)
-    return (errors.read().strip().splitlines() or [f"it ended with status {process.poll()}"])[-1]
+def _last_words(process: "subprocess.Popen[str]", errors: Path) -> str:
+    return (errors.read_text(errors="replace").strip().splitlines() or [f"it ended with status {process.poll()}"])[-1]
 
 
 @contextmanager
@@ -123,20 +125,22 @@ def own_server(options: Options) -> Iterator[str]:
     with _started("serve", options) as (process, errors):
         found = None
         while found is None:
-            errors.seek(0)
-            found = re.search(r"at (http://\S+)/v1 \(Ctrl-C", errors.read())
-            if found is None and process.poll() is not None:
+            if process.poll() is not None:
                 raise RuntimeError(f"the server did not start: {_last_words(process, errors)}")
-            time.sleep(0.0 if found else 0.05)
-        with urlopen(f"{found[1]}/health", timeout=60) as reply:
-            reply.read()
-        yield f"{found[1]}/v1"
+            time.sleep(0.05)
+            found = re.search(r"at (http://\S+/v1) \(Ctrl-C", errors.read_text(errors="replace"))
+        address = Address.of(found[1])
+        connection = HTTPConnection(address.host, address.port, timeout=60)
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+        connection.close()
+        yield found[1]
 
 
 class Offline:
     """This engine without a server, made by :func:`offline_engine`."""
 
-    def __init__(self, process: "subprocess.Popen[str]", errors: Any) -> None:
+    def __init__(self, process: "subprocess.Popen[str]", errors: Path) -> None:
         self._process, self._errors = process, errors
 
     def run(self, bodies: Sequence[Mapping[str, Any]]) -> Traffic:
