@@ -25,7 +25,7 @@ from freewheel.bench import serving as bench
 from freewheel.bench.client import UNFINISHED, Address, Load, Outcome, Reply, Traffic, drive, read_events, read_reply
 from freewheel.bench.served import Options, generate, make_engine
 from freewheel.bench.serving import Failure, Heartbeat, Result, Side, arrivals, compare, latency, summarise
-from freewheel.bench.workloads import WORDS, Shape, as_chat, bodies
+from freewheel.bench.workloads import WORDS, Shape, bodies, fitted
 from freewheel.cli import main
 from freewheel.config import EngineConfig
 from freewheel.sampling import Sampler, SampleRows, Samples
@@ -462,9 +462,9 @@ def test_prompts_can_be_words() -> None:
     (body,) = bodies("random", 1, Shape(12, 3, words=True), 1)
     assert len(body["prompt"].split()) == 12
     assert set(body["prompt"].split()) <= set(WORDS)
-    assert as_chat(body) == {"messages": [{"role": "user", "content": body["prompt"]}], "max_tokens": 3}
+    assert fitted(body, "chat") == {"messages": [{"role": "user", "content": body["prompt"]}], "max_tokens": 3}
     with pytest.raises(ValueError, match="endpoint"):
-        as_chat({"prompt": [1]})
+        fitted({"prompt": [1]}, "chat")
 
 
 def test_answers_of_copies_are_what_prompts_hold() -> None:
@@ -480,7 +480,10 @@ def test_a_dataset_s_lines_are_bodies(tmp_path: Path) -> None:
     file.write_text("\n\n".join(map(json.dumps, lines)))
     first, second, third = bodies("jsonl", 3, Shape(1, 9), 0, file)
     assert first == third == {"prompt": "a", "top_k": 3, "max_tokens": 9}
-    assert as_chat(second) == {**lines[1], "max_tokens": 9}
+    assert fitted(first, "completions") == first
+    assert fitted(second, "chat") == {**lines[1], "max_tokens": 9}
+    with pytest.raises(ValueError, match="endpoint"):
+        fitted(second, "completions")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from freewheel.bench.client import UNFINISHED, Address, Load, Outcome, Traffic, 
 from freewheel.bench.served import Options, instant_server, offline_engine, own_server
 from freewheel.bench.shapes import SHAPES, shape_config
 from freewheel.bench.timing import device_name
-from freewheel.bench.workloads import WORKLOADS, Body, Shape, as_chat, bodies
+from freewheel.bench.workloads import WORKLOADS, Body, Shape, bodies, fitted
 
 PERCENTILES = (50, 90, 99)
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "gap": "gap", "e2el": "E2EL"}
@@ -328,8 +328,7 @@ class Plan:
     def body(self, number: int, body: Body) -> Body:
         """The whole body of a request."""
         seeds = {} if self.seed is None else {"seed": self.seed + number}
-        made = {**self.common, **seeds, **body, **self.extra}
-        return as_chat(made) if self.endpoint == "chat" else made
+        return {**self.common, **seeds, **body, **self.extra}
 
     def send(self, address: Address, several: Sequence[Body], title: str, counts: bool) -> tuple[Traffic, Pulse | None]:
         """Send bodies to a server. What does not count is sent in turn, once."""
@@ -487,7 +486,8 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     if args.request_rate is not None:
         due = arrivals(args.request_rate, args.burstiness, args.load_seed, args.num_requests, args.duration)
     count = args.num_requests if due is None else len(due)
-    several = bodies(args.workload, warmup + count, shape, args.load_seed, args.dataset)
+    made = bodies(args.workload, warmup + count, shape, args.load_seed, args.dataset)
+    several = [fitted(body, args.endpoint) for body in made]
     several, first = several[warmup:], several[:warmup]
     told: dict[str, list[tuple[Result, Traffic]]] = {}
     floor, interrupted = None, False

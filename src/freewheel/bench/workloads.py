@@ -111,9 +111,15 @@ def _copy(number: int, longest: int) -> Body:
     return {"prompt": prompt, "max_tokens": min(longest, len(again) // LETTERS)}
 
 
-def as_chat(body: Body) -> Body:
-    """The same as a conversation of one message. ValueError if its prompt is no text."""
-    if "messages" in body:
+def fitted(body: Body, endpoint: str) -> Body:
+    """A body as an endpoint takes it: for chats a prompt becomes a conversation of one message.
+
+    Raises:
+        ValueError: it has messages, and they are no prompt; or its prompt is no text.
+    """
+    if endpoint == "completions" and "messages" in body:
+        raise ValueError("endpoint: messages are for chats: give --endpoint chat")
+    if endpoint == "completions" or "messages" in body:
         return body
     prompt = body["prompt"]
     if not isinstance(prompt, str):
