@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": BASE | {"ops"} | PARTS,
     "interrupts": set(),
     "llm": BASE | {"ops", "engine", "interrupts"} | PARTS,
-    "bench": BASE | {"ops", "engine", "llm"} | PARTS,
+    "bench": BASE | {"ops", "engine", "interrupts", "llm", "server"} | PARTS,
     "server": BASE | {"ops", "engine"} | PARTS,
     "cli": BASE | {"ops", "engine", "interrupts", "llm", "bench", "server"} | PARTS,
 }

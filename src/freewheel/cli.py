@@ -151,11 +151,13 @@ def build_parser() -> argparse.ArgumentParser:
     speculation = kinds.add_parser("speculation", help="with drafts and without, where they help and where they can't")
     links = kinds.add_parser("links", help="what a step of speculation waits for, by where its drafts come from")
     index = kinds.add_parser("index", help="what drafting takes by itself, by the length of the context")
+    serving = kinds.add_parser("serve", help="a server under load: rates and latencies, of this engine's or any other")
     from freewheel.bench import decode as bench_decode
     from freewheel.bench import divergence as bench_divergence
     from freewheel.bench import index as bench_index
     from freewheel.bench import links as bench_links
     from freewheel.bench import sampler as bench_sampler
+    from freewheel.bench import serving as bench_serving
     from freewheel.bench import speculation as bench_speculation
     from freewheel.bench import start as bench_start
 
@@ -171,6 +173,10 @@ def build_parser() -> argparse.ArgumentParser:
     for command_parser, benchmark in benchmarks:
         benchmark.add_arguments(command_parser)
         command_parser.set_defaults(run=benchmark.run)
+    bench_serving.add_arguments(serving)
+    add_model_options(serving)
+    add_options(serving, "speculation", SPECULATION_OPTIONS)
+    serving.set_defaults(run=run_bench_serve)
     return parser
 
 
@@ -338,6 +344,14 @@ def run_serve(args: argparse.Namespace) -> None:
 
     set_threads(args)
     serve.run(args, {field: value for field, value in vars(args).items() if field in SPECULATION_OPTIONS})
+
+
+def run_bench_serve(args: argparse.Namespace) -> None:
+    """``freewheel bench serve``."""
+    from freewheel.bench import serving
+
+    set_threads(args)
+    serving.run(args, {field: value for field, value in vars(args).items() if field in SPECULATION_OPTIONS})
 
 
 def run_chat(args: argparse.Namespace) -> None:

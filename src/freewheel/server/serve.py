@@ -5,7 +5,13 @@ import os
 import socket
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from freewheel.config import EngineConfig
+    from freewheel.engine.engine import Engine
+    from freewheel.models.load import LoadedModel
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -37,8 +43,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
+def make_engine(args: argparse.Namespace, config: "EngineConfig") -> "tuple[LoadedModel, Engine]":
+    """Load the model, and build an engine for it."""
+    from freewheel.engine.build import build_engine
+    from freewheel.models.load import load
+
+    model = load(args.model, dtype=args.dtype, device=args.device)
+    return model, build_engine(model, config)
+
+
+def run(
+    args: argparse.Namespace,
+    engine_options: dict[str, Any],
+    make: "Callable[[argparse.Namespace, EngineConfig], tuple[LoadedModel, Engine]]" = make_engine,
+) -> None:
     """Serve until SIGINT or SIGTERM, then let requests finish for ``--grace`` seconds.
+
+    Args:
+        args: the options that :func:`add_arguments` knows, and the model's.
+        engine_options: fields of :class:`freewheel.config.EngineConfig` beside those.
+        make: what loads the model and builds the engine: benchmarks have their own.
 
     Raises:
         ValueError: an option is wrong, or what the server is made of is not installed.
@@ -52,8 +76,7 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
             f"serve: {error.name} is missing: install freewheel with its extra, as in pip install -e '.[server]'"
         ) from None
     from freewheel.config import EngineConfig
-    from freewheel.engine.build import build_engine, prepare
-    from freewheel.models.load import load
+    from freewheel.engine.build import prepare
 
     for name in ("max_requests", "max_body"):
         if getattr(args, name) < 1:
@@ -77,9 +100,8 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     config = EngineConfig(max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs, **engine_options)
     began = time.perf_counter()
     _say(f"loading {args.model} on {args.device}")
-    model = load(args.model, dtype=args.dtype, device=args.device)
+    model, engine = make(args, config)
     loaded = time.perf_counter()
-    engine = build_engine(model, config)
     prepare(engine)
     ready = time.perf_counter()
     sizes = f"up to {config.max_num_seqs} sequences of {engine.max_model_len} tokens"
