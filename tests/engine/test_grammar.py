@@ -103,7 +103,7 @@ class TestSameTokens:
     @pytest.mark.parametrize("page_size", [1, 16])
     def test_after_preemption(self, requests: list[Request], expected: dict, page_size: int, speculation: bool) -> None:
         engine = make(
-            slots=16, pages=80 // page_size, page_size=page_size, budget=24, lookahead=1, speculation=speculation,
+            slots=16, pages=64 // page_size, page_size=page_size, budget=24, lookahead=1, speculation=speculation,
             **(DRAFTS[1] if speculation else {}),
         )  # fmt: skip
         assert results(run(engine, requests)) == expected

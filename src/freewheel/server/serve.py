@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -81,6 +82,9 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     loaded = time.perf_counter()
     engine = build_engine(model, config)
     prepare(engine)
+    if engine.grammars is not None:
+        with suppress(ValueError):  # not installed: requests that need it are refused
+            engine.grammars.prepare()
     ready = time.perf_counter()
     sizes = f"up to {config.max_num_seqs} sequences of {engine.max_model_len} tokens"
     _say(f"loaded in {loaded - began:.1f} s, engine ready in {ready - loaded:.1f} s: {sizes}")
