@@ -2,14 +2,22 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from freewheel.grammar.matcher import MAX_MESSAGE, Matcher
-from freewheel.grammar.notation import ESCAPES, WHITE_SPACE, GrammarError, check_lark, checked_schema, choice_regex
+from freewheel.grammar.notation import (
+    ESCAPES,
+    WHITE_SPACE,
+    GrammarError,
+    calls_lark,
+    check_lark,
+    checked_schema,
+    choice_regex,
+)
 
 if TYPE_CHECKING:
     from freewheel.models.tokenizer import Tokenizer
@@ -146,10 +154,9 @@ def _source(grammar: "Grammar") -> str:
 
     match grammar.kind:
         case "json_schema":
-            options: Any = {"whitespace_pattern": WHITE_SPACE, "json_allowed_escapes": ESCAPES}
-            made = LLMatcher.grammar_from_json_schema(checked_schema(grammar.text), overrides=options)
-            [schema] = json.loads(made)["grammars"]
-            return json.dumps({"grammars": [{"lark_grammar": f"{EXACT}start: @schema"}, {**schema, "name": "schema"}]})
+            return _with_schemas("start: @schema", {"schema": grammar.text})
+        case "tool_calls":
+            return _with_schemas(*calls_lark(grammar.text))
         case "cfg":
             text = grammar.text
             if "::=" in text:
@@ -160,3 +167,15 @@ def _source(grammar: "Grammar") -> str:
             [made] = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]
             text = made["lark_grammar"]
     return LLMatcher.grammar_from_lark(EXACT + text)
+
+
+def _with_schemas(text: str, schemas: Mapping[str, str]) -> str:
+    """A grammar that names schemas."""
+    from llguidance import LLMatcher
+
+    grammars: list[Any] = [{"lark_grammar": EXACT + text}]
+    options: Any = {"whitespace_pattern": WHITE_SPACE, "json_allowed_escapes": ESCAPES}
+    for name, schema in schemas.items():
+        made = LLMatcher.grammar_from_json_schema(checked_schema(schema), overrides=options)
+        grammars += [{**one, "name": name} for one in json.loads(made)["grammars"]]
+    return json.dumps({"grammars": grammars})

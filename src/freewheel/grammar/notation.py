@@ -40,6 +40,30 @@ def choice_regex(text: str) -> str:
     return "|".join("".join(map(_literal, one)) for one in texts)
 
 
+def calls_lark(text: str) -> tuple[str, dict[str, str]]:
+    """A grammar of tool calls, by what ``Grammar.tool_calls`` made, and the schemas that it names.
+
+    Raises:
+        GrammarError: it is something else.
+    """
+    match _parsed(text):
+        case {"schemas": dict(schemas), "several": bool(several), "text": bool(free)} if schemas:
+            pass
+        case _:
+            raise GrammarError("grammar must be of tool calls")
+    bodies = [
+        json.dumps(f'\n{{"name": {json.dumps(name)}, "arguments": ') + f' @schema{i} "}}\\n</tool_call>"'
+        for i, name in enumerate(schemas)
+    ]
+    if free:  # text ends where the first call begins
+        start = "PLAIN | (before body)+ PLAIN?" if several else "PLAIN | before body"
+        start += "\nbefore[lazy]: /(?s:.*)<tool_call>/\nPLAIN: /(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/"
+    else:
+        start = f'"<tool_call>" body{" (BETWEEN body)*" if several else ""}\nBETWEEN: "\\n<tool_call>"'
+    named = {f"schema{i}": json.dumps(schema) for i, schema in enumerate(schemas.values())}
+    return f"start: {start}\nbody: {' | '.join(bodies)}\n", named
+
+
 def _literal(character: str) -> str:
     return character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):x}}}"
 

@@ -149,6 +149,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self._chat_templates.get("default")
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether a chat template writes tools into the conversation."""
+        return "tool_use" in self._chat_templates or "tools" in (self.chat_template or "")
+
     def apply_chat_template(
         self,
         messages: "Sequence[Message]",

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from freewheel.sampling.checks import check_text, shown
 
-Kind = Literal["json_schema", "regex", "choice", "cfg"]
+Kind = Literal["json_schema", "regex", "choice", "cfg", "tool_calls"]
 
 MAX_GRAMMAR = 2**17
 
@@ -17,8 +17,8 @@ class Grammar:
     """A language that the output belongs to. Whether the text makes sense is found out when a request is made of it.
 
     Attributes:
-        kind: what the text is: a JSON schema, a regular expression, a JSON list of texts one of which is the output, or
-            a context-free grammar in Lark's notation, or in GBNF if it has a ``::=``.
+        kind: what the text is: a JSON schema, a regular expression, a JSON list of texts one of which is the output, a
+            context-free grammar in Lark's notation, or in GBNF if it has a ``::=``, or what :meth:`tool_calls` makes.
         text: at most 131,072 characters.
 
     Raises:
@@ -68,6 +68,18 @@ class Grammar:
     def cfg(cls, text: str) -> "Grammar":
         """What a context-free grammar derives."""
         return cls("cfg", text)
+
+    @classmethod
+    def tool_calls(cls, schemas: Mapping[str, Mapping[str, Any]], *, several: bool, text: bool = False) -> "Grammar":
+        """Calls of tools as models write them that are trained on Hermes' format: JSON between ``<tool_call>`` and
+        ``</tool_call>``, each on lines of its own.
+
+        Args:
+            schemas: of each tool's arguments, by its name.
+            several: whether there may be more than one call.
+            text: whether text may come first, or alone.
+        """
+        return cls("tool_calls", _json({"schemas": schemas, "several": several, "text": text}))
 
 
 def _json(value: Any) -> str:

@@ -9,9 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from freewheel.sampling import SamplingParams
+from freewheel.sampling import Grammar, SamplingParams
 from freewheel.server.body import Body
 from freewheel.server.formats import Constrained
+from freewheel.server.tools import Tooled
 
 
 class StreamOptions(Body):
@@ -140,7 +141,7 @@ class Message(Body):
         return given
 
 
-class ChatCompletionRequest(Sampled):
+class ChatCompletionRequest(Tooled, Sampled):
     """``POST /v1/chat/completions``."""
 
     renames: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
@@ -151,6 +152,18 @@ class ChatCompletionRequest(Sampled):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def constraint(self) -> str | None:
+        """See :meth:`Constrained.constraint`; tools may constrain the answer as well."""
+        given = super().constraint()
+        if given and self.offered:
+            raise ValueError(f"{given} cannot be combined with tools, unless tool_choice is none")
+        return "tools" if self.tools_constrain else given
+
+    def output_grammar(self) -> Grammar | None:
+        """See :meth:`Constrained.output_grammar`."""
+        self.check_tools()
+        return self.calls_grammar() if self.constraint() == "tools" else super().output_grammar()
 
     def sampling_params(self) -> SamplingParams:
         """ValueError names the field that is wrong."""
