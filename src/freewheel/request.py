@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from freewheel.cache.radix import Node
     from freewheel.engine.drafting import Guess
+    from freewheel.grammar import CompiledGrammar, Matcher
     from freewheel.sampling import SamplingParams
     from freewheel.speculative import Acceptance, Budget, NgramIndex
 
@@ -33,6 +34,7 @@ class Request:
         params: checked sampling parameters.
         bad_word_ids: ``params.bad_words`` as token id sequences.
         priority: smaller is more urgent.
+        grammar: what ``params.grammar`` was compiled to, once that is done.
     """
 
     request_id: str
@@ -40,6 +42,7 @@ class Request:
     params: "SamplingParams"
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
+    grammar: "CompiledGrammar | None" = field(default=None, compare=False, repr=False)
 
 
 class TokenLogprobs(NamedTuple):
@@ -65,6 +68,7 @@ class StepOutput:
         prompt_logprobs: one for each prompt token, None for the first; comes once, with choice 0.
         finish_reason: set on the sequence's last output.
         stop_reason: the stop token id that ended it; None for an end-of-sequence id.
+        complete: it ended as the grammar permits nothing more; its last token is none that stops.
         error: what went wrong, with ``FinishReason.ERROR``.
         cached_tokens: prompt tokens that were not computed for this sequence.
         drafted: rows that were computed for drafted tokens.
@@ -78,6 +82,7 @@ class StepOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
+    complete: bool = False
     error: str | None = None
     cached_tokens: int = 0
     drafted: int = 0
@@ -96,7 +101,9 @@ class Sequence:
 
     Where it speculates, ``budget`` says how much it drafts, ``ngrams`` holds its tokens while it has a slot, and
     ``guess`` is what is thought to follow where drafts do not pay; or, if the device drafts, ``acceptance`` says what
-    came of it.
+    came of it. ``forced`` tokens of its draft are the grammar's.
+
+    With a grammar, ``matcher`` has taken in all tokens of the output, from its first admission on.
     """
 
     __slots__ = (
@@ -105,11 +112,13 @@ class Sequence:
         "cached_tokens",
         "computed",
         "followers",
+        "forced",
         "guess",
         "index",
         "key",
         "launched",
         "leader",
+        "matcher",
         "max_length",
         "ngrams",
         "node",
@@ -164,6 +173,8 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if scores else None
         self.acceptance: Acceptance | None = None
         self.guess: Guess | None = None
+        self.forced = 0
+        self.matcher: Matcher | None = None
         self.budget: Budget | None = None
         self.ngrams: NgramIndex | None = None
         self.leader: Sequence | None = None  # the choice whose prompt this one waits for

@@ -181,7 +181,7 @@ PLAIN = {"prompt": "Hi"}
         ("chat/completions", {"messages": TURNS, "max_completion_tokens": -1}, "max_completion_tokens", "integer"),
         ("chat/completions", {"messages": TURNS, "top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ("chat/completions", {"messages": TURNS, "logprobs": True, "top_logprobs": 9999}, "top_logprobs", "integer"),
-        ("chat/completions", {"messages": TURNS, "tools": []}, "tools", "not supported"),
+        ("chat/completions", {"messages": TURNS, "tools": []}, "tools", "not be empty"),
         ("chat/completions", {"messages": TURNS, "response_format": {"type": "json"}}, "response_format", "'text'"),
     ],
 )  # fmt: skip

@@ -7,6 +7,7 @@ inbox, the outputs of each step come back as one call on the loop.
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from queue import SimpleQueue
 from types import TracebackType
@@ -61,6 +62,7 @@ class AsyncEngine:
         self._active: dict[str, _Active] = {}  # by the engine's id, once they are prepared
         self._ids = count()
         self._dead: str | None = "the engine was not started"
+        self._compiling = ThreadPoolExecutor(2, "freewheel-grammars")
         self._thread = threading.Thread(target=self._run, name="freewheel-engine", daemon=True)
 
     @property
@@ -81,6 +83,7 @@ class AsyncEngine:
     ) -> None:
         self._die("the engine was closed")
         self._inbox.put(Close())
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._thread.join)
 
     async def generate(
@@ -113,8 +116,12 @@ class AsyncEngine:
             raise ValueError(f"request_id {shown(name)} is in use")
         active = self._names[name] = _Active(str(next(self._ids)))
         try:
-            # In another thread, as a long prompt or list takes long.
-            reply = await asyncio.to_thread(self._prepare, active.engine_id, name, prompt, sampling_params, priority)
+            # In another thread, as a long prompt or list takes long; and grammars, which take longer, in few of them.
+            constrained = isinstance(sampling_params, SamplingParams) and sampling_params.grammar is not None
+            reply = await self._loop.run_in_executor(
+                self._compiling if constrained else None,
+                self._prepare, active.engine_id, name, prompt, sampling_params, priority,
+            )  # fmt: skip
             if self._dead is not None:
                 raise EngineDeadError(self._dead)
             active.reply = reply
@@ -139,7 +146,7 @@ class AsyncEngine:
         self, engine_id: str, name: str, prompt: Prompt, params: SamplingParams | None, priority: int
     ) -> Reply:
         request, text = make_request(self._tokenizer, engine_id, prompt, params, priority)
-        self._engine.validate(request)
+        request = self._engine.validate(request)
         return Reply(request, text, self._tokenizer, request_id=name)
 
     def abort(self, request_id: str) -> None:

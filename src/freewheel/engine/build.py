@@ -12,6 +12,7 @@ from freewheel.engine.buckets import most_drawn
 from freewheel.engine.corpus import load_corpus
 from freewheel.engine.engine import Engine
 from freewheel.engine.runner import Runner
+from freewheel.grammar import Compiler
 from freewheel.models.decoder import kv_bytes_per_token, kv_cache_shape
 from freewheel.models.load import LoadedModel
 from freewheel.sampling import Sampler
@@ -72,6 +73,7 @@ def build_engine(
         eos_token_ids=model.tokenizer.eos_token_ids,
         corpus=None if config.draft_corpus is None else load_corpus(config.draft_corpus, model.tokenizer),
         runner=runner or runner_for(config, decoder.device.type),
+        grammars=Compiler(model.tokenizer, spec.vocab_size),
     )
 
 

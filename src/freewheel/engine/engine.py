@@ -3,6 +3,7 @@
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from math import isnan
 from operator import attrgetter
@@ -17,6 +18,7 @@ from freewheel.engine.drafting import DeviceDrafting, Drafting, Pace, StepTimes
 from freewheel.engine.runner import Decoder, InFlight, Runner, Sampled, Span, StepResult
 from freewheel.engine.scheduler import Capacity, Entry, pages_for, plan
 from freewheel.engine.stopping import cut, max_length, stop_ids
+from freewheel.grammar import Compiler, Matcher
 from freewheel.request import FinishReason, Request, Sequence, StepOutput, TokenLogprobs
 from freewheel.sampling import Sampler, SamplingState, Status, choice_seed, random_seed
 from freewheel.sampling.params import shown
@@ -50,9 +52,11 @@ class Engine:
         eos_token_ids: every end-of-sequence id.
         corpus: what drafts may come from, beside each sequence's own tokens.
         runner: makes what runs the steps.
+        grammars: compiles those of requests; None: there are no requests with one.
 
     Attributes:
         runner: what it made.
+        grammars: as given.
         lookahead: steps that are launched before the first of them is read; may change between steps.
         preemptions: how often a sequence had to give up its slot.
 
@@ -72,6 +76,7 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         corpus: NgramIndex | None = None,
         runner: Callable[[Any, KVPool, Sampler], Runner] = Runner,
+        grammars: Compiler | None = None,
     ) -> None:
         if pool.num_pages < pages_for(max_model_len, pool.page_size):
             raise ValueError(
@@ -82,6 +87,7 @@ class Engine:
             raise ValueError("speculation must not be True on CUDA devices with fused=False: there kernels draft")
         self.config = config
         self.max_model_len = max_model_len
+        self.grammars = grammars
         self._eos_token_ids = frozenset(eos_token_ids)
         self._pool = pool
         self._cache = PrefixCache(pool.num_pages, pool.page_size)
@@ -141,11 +147,15 @@ class Engine:
         """Sequences that wait for one."""
         return len(self._waiting)
 
-    def validate(self, request: Request) -> None:
+    def validate(self, request: Request) -> Request:
         """Check a request against model, cache and configuration. Safe to call from any thread.
 
+        Returns:
+            It, with its grammar compiled, which may take seconds.
+
         Raises:
-            ValueError: naming what is wrong. Nothing that passes can fail later for what it asks.
+            ValueError: naming what is wrong. Nothing that passes can fail later for what it asks, but for a grammar
+                that grows too large on the way.
         """
         prompt, params = request.prompt_ids, request.params
         valid = self._state.valid_vocab_size
@@ -169,13 +179,29 @@ class Engine:
         if params.seed is not None and self.config.draw == "multinomial":
             raise ValueError("seed must be None: this engine draws by multinomial, which cannot be repeated")
         params.check_vocabulary(valid, request.bad_word_ids, self._end_ids(stop_ids(params, self._eos_token_ids)))
+        return self._compiled(request)
+
+    def _compiled(self, request: Request) -> Request:
+        grammar = request.params.grammar
+        if grammar is None or request.params.max_tokens == 0:
+            return request
+        if self._state.tables is not None or self._pool.device.type != "cpu":
+            raise ValueError(f"grammar must be None on device {str(self._pool.device)!r}: only CPUs take one yet")
+        if self.grammars is None:
+            raise ValueError("grammar must be None: this engine knows no texts")
+        try:
+            return replace(request, grammar=self.grammars.compile(grammar))
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(f"grammar cannot be compiled: {type(error).__name__}: {error}") from error
 
     def add(self, request: Request, *, checked: bool = False) -> None:
         """Queue a request.
 
         Args:
             request: its ``request_id`` differs from those of all unfinished requests.
-            checked: :meth:`validate` has passed, and need not be repeated.
+            checked: it is what :meth:`validate` returned, which need not be repeated.
 
         Raises:
             ValueError: see :meth:`validate`, or its ``request_id`` is in use.
@@ -183,7 +209,7 @@ class Engine:
         if request.request_id in self._requests:
             raise ValueError(f"request_id {shown(request.request_id)} is in use")
         if not checked:
-            self.validate(request)
+            request = self.validate(request)
         params = request.params
         seed = params.seed
         if seed is None:
@@ -340,11 +366,11 @@ class Engine:
         short: list[tuple[Sequence, int]] = []
         for sequence in self._ranked:
             start, length = sequence.launched, sequence.length
-            if length != start + 1 or length >= sequence.max_length or sequence.scoring:
+            if length != start + 1 or length >= sequence.max_length or sequence.scoring or _waits_for_mask(sequence):
                 return []
             if start == len(sequence.pages) * size:
                 short.append((sequence, length))
-            rows.append(_Row(sequence, Span(sequence.slot, start, 1, True), sequence.stay))
+            rows.append(_Row(sequence, Span(sequence.slot, start, 1, True, matcher=_active(sequence)), sequence.stay))
         if len(short) > self._cache.available:
             return []
         if short:
@@ -431,9 +457,9 @@ class Engine:
             yield self._entry(sequence)._replace(computed=pages * size, pages=pages, private=private, idle=idle)
 
     def _entry(self, sequence: Sequence) -> Entry:
-        # Some can only wait for what is in flight: their last token, or scores, which come in order.
+        # Some can only wait for what is in flight: their last token, what a mask needs, or scores, which come in order.
         in_flight = sequence.launched > sequence.computed
-        waits = in_flight and (sequence.length >= sequence.max_length or sequence.scoring)
+        waits = in_flight and (sequence.length >= sequence.max_length or sequence.scoring or _waits_for_mask(sequence))
         return Entry(
             sequence.key,
             sequence.rank,
@@ -475,6 +501,8 @@ class Engine:
         if not sequence.preempted:
             sequence.tokens = sequence.tokens.copy()
             sequence.cached_tokens = sequence.computed
+        if sequence.matcher is None and sequence.request.grammar is not None:
+            sequence.matcher = sequence.request.grammar.matcher(self._end_ids(sequence.stop_ids))
         try:
             self._state.join(
                 slot,
@@ -560,7 +588,7 @@ class Engine:
                     sequence.pending -= 1
                     error = ERRORS.get(status, error)
                     if error is None:
-                        self._add_run(sequence, [token], None if logprobs is None else [logprobs], output)
+                        error = self._add_run(sequence, [token], None if logprobs is None else [logprobs], output)
                 if drafted[0] and isinstance(drafting, DeviceDrafting):
                     drafting.observe(sequence, *drafted)
                 # Not less than before: pages of others may have been taken over meanwhile.
@@ -569,7 +597,8 @@ class Engine:
                 if sampled is None and computed == len(sequence.tokens):  # nothing but the prompt was asked for
                     output.finish_reason = FinishReason.LENGTH
             if error is not None:
-                output.finish_reason, output.error = FinishReason.ERROR, error
+                refused = sequence.matcher and sequence.matcher.error
+                output.finish_reason, output.error = FinishReason.ERROR, refused or error
             elif caching and len(sequence.tokens) // size > sequence.node.depth and self._is_sound(sequence):
                 self._share(sequence)  # a page more may be full
             if sequence.computed >= sequence.prompt_length:
@@ -587,16 +616,21 @@ class Engine:
 
     def _add_run(
         self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None, output: StepOutput
-    ) -> None:
-        """Append new tokens, up to where the sequence ends."""
-        room = sequence.max_length - len(sequence.tokens)
-        count, output.finish_reason = cut(tokens, sequence.stop_ids, room)
+    ) -> str | None:
+        """Append new tokens, up to where the sequence ends. Returns an error where the grammar ends too early."""
+        room, matcher = sequence.max_length - len(sequence.tokens), sequence.matcher
+        count, output.finish_reason = cut(tokens, sequence.stop_ids, room, matcher and matcher.advance)
         if count < len(tokens):
             tokens, logprobs = tokens[:count], logprobs and logprobs[:count]
         if output.finish_reason is FinishReason.STOP:
-            output.stop_reason = sequence.stop_ids[tokens[-1]]
+            output.stop_reason = sequence.stop_ids.get(tokens[-1])
+            output.complete = tokens[-1] not in sequence.stop_ids
         sequence.tokens += tokens
         output.token_ids, output.logprobs = tokens, logprobs
+        least = sequence.prompt_length + sequence.request.params.min_tokens
+        if output.finish_reason is FinishReason.STOP and len(sequence.tokens) < least:
+            return "grammar: it permits nothing more, and min_tokens is not reached"
+        return None
 
     def _add_walked(
         self,
@@ -612,17 +646,18 @@ class Engine:
         """
         tokens = [token for token, status, _ in walked if not status]
         error = ERRORS.get(walked[-1][1])  # a walk ends where the draw fails
+        early = None
         sequence.pending -= 1 + span.nodes
         sequence.slack -= span.nodes
         if tokens:
             logprobs = [entry for _, _, entry in walked if entry is not None]
-            self._add_run(sequence, tokens, logprobs or None, output)
+            early = self._add_run(sequence, tokens, logprobs or None, output)
         accepted = len(walked) - 1
         output.drafted, output.accepted = drafted[0], min(accepted, len(output.token_ids))
         assert self._drafting is not None
         self._drafting.observe(sequence, drafted[1], accepted)
         sequence.computed, sequence.launched = len(sequence.tokens) - 1, sequence.length - 1
-        return None if output.finish_reason else error
+        return early if output.finish_reason else error
 
     def _is_sound(self, sequence: Sequence) -> bool:
         """Whether what it computed is known to be finite.
@@ -676,6 +711,17 @@ class Engine:
         return outputs
 
 
+def _active(sequence: Sequence) -> Matcher | None:
+    """What the sequence's next token has to obey."""
+    matcher = sequence.matcher
+    return None if matcher is None or matcher.ended else matcher
+
+
+def _waits_for_mask(sequence: Sequence) -> bool:
+    """Whether the mask of its next token depends on one that is in flight."""
+    return sequence.pending > 0 and _active(sequence) is not None
+
+
 class _Row(NamedTuple):
     """What a step computes of a sequence, at which of its stays in a slot."""
 
@@ -696,10 +742,11 @@ def _span(sequence: Sequence, count: int) -> Span:
     start, known = sequence.launched, sequence.length
     sample = start + count == known < sequence.max_length
     if not sequence.scoring:
-        return Span(sequence.slot, start, count, sample)
+        return Span(sequence.slot, start, count, sample, matcher=_active(sequence))
     assert sequence.prompt_logprobs is not None
     scored = range(len(sequence.prompt_logprobs) - 1, min(start + count, sequence.prompt_length - 1))
-    return Span(sequence.slot, start, count, sample, scored, sequence.request.params.prompt_logprobs or 0)
+    alternatives = sequence.request.params.prompt_logprobs or 0
+    return Span(sequence.slot, start, count, sample, scored, alternatives, matcher=_active(sequence))
 
 
 def _add_scores(sequence: Sequence, scores: list[TokenLogprobs]) -> str | None:

@@ -219,7 +219,7 @@ class _Choice:
 
     def add(self, output: StepOutput) -> None:
         """Token by token, so that the earliest end counts (see :mod:`freewheel.engine.stopping`)."""
-        stopped = output.finish_reason is FinishReason.STOP
+        stopped = output.finish_reason is FinishReason.STOP and not output.complete
         for number, token in enumerate(output.token_ids, 1):
             self.token_ids.append(token)
             if output.logprobs is not None and self._logprobs is not None and self._cumulative is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from freewheel.cache.pool import KVPool
+from freewheel.grammar import Matcher
 from freewheel.ops.rows import RowBatch
 from freewheel.request import TokenLogprobs
 from freewheel.sampling import Logprobs, Sampler, SampleRows, Samples, prompt_logprobs
@@ -39,6 +40,7 @@ class Span(NamedTuple):
         nodes: most nodes that the device may draft behind the last row.
         guess: nobody drafts, and the device guesses what follows, without rows; it tells how good its last guess was.
         follows: the device alone knows where the row is: behind what steps in flight bring, and not after ``start``.
+        matcher: where the sequence is in its grammar: at the last row, or the draft's root.
     """
 
     slot: int
@@ -51,6 +53,7 @@ class Span(NamedTuple):
     nodes: int = 0
     guess: bool = False
     follows: bool = False
+    matcher: Matcher | None = None
 
     @property
     def drafts(self) -> bool:
@@ -199,7 +202,8 @@ class Runner:
         state = self._sampler.state
         drafts = any(span.draft for span in spans)
         first = sum(span.rows if span.draft else span.sample for span in spans)
-        rows = SampleRows(slots[:first], following[:first], paths=_paths(spans, first) if drafts else None)
+        paths = _paths(spans, first) if drafts else None
+        rows = SampleRows(slots[:first], following[:first], *_masks(spans, first, state.vocab_size), paths)
         samples = self._sampler.sample(logits[:first], rows) if first else None
         scores = []
         for span in spans:
@@ -316,6 +320,26 @@ class Runner:
 def _ancestors(draft: DraftTree | None) -> list[int] | None:
     """For a row batch, to which a chain is as any rows that follow one another."""
     return None if draft is None or draft.is_chain else draft.ancestors.tolist()
+
+
+def _masks(spans: Sequence[Span], rows: int, vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
+    """What grammars permit at the sampled rows, as :class:`SampleRows` takes it."""
+    sampled = [span for span in spans if span.sample]
+    if not any(span.matcher for span in sampled):
+        return None, None
+    counts = [span.rows if span.draft else 1 for span in sampled]
+    masks = np.empty(
+        (sum(count for span, count in zip(sampled, counts) if span.matcher), -(-vocab_size // 32)), np.int32
+    )
+    mask_rows = np.full(rows, -1, np.int64)
+    row = mask = 0
+    for span, count in zip(sampled, counts):
+        if span.matcher is not None:
+            span.matcher.fill(masks[mask : mask + count], span.draft or DraftTree())
+            mask_rows[row : row + count] = range(mask, mask + count)
+            mask += count
+        row += count
+    return torch.from_numpy(masks), torch.from_numpy(mask_rows)
 
 
 def _paths(spans: Sequence[Span], rows: int) -> Tensor:

@@ -216,10 +216,10 @@ class Sampler:
         values = logits.to(torch.float32, copy=True)
         sick = ~(values.amax(1) < torch.inf)
         if rows.masks is not None and rows.mask_rows is not None:
-            ids = torch.arange(values.shape[1], device=values.device)
-            mask_rows = rows.mask_rows[at]
-            permitted = (rows.masks[mask_rows.clamp(min=0)][:, ids >> 5] >> (ids & 31)) & 1
-            values[(permitted == 0) & (mask_rows >= 0)[:, None]] = -torch.inf
+            masked = (mask_rows := rows.mask_rows[at]) >= 0
+            bits = np.unpackbits(rows.masks[mask_rows[masked]].cpu().numpy().view(np.uint8), 1, bitorder="little")
+            forbidden = torch.from_numpy(bits[:, : values.shape[1]] == 0).to(values.device)
+            values[masked] = values[masked].masked_fill_(forbidden, -torch.inf)
         paths = None if rows.paths is None else rows.paths[at]
         transform(self.state, values, rows.slots[at], rows.positions[at], paths)
         if sick.any():  # a mask must not hide it

@@ -6,7 +6,7 @@ Tokenising and templating happen in threads, the model runs in the engine's own:
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +45,7 @@ from freewheel.server.replies import (
     errors_of,
     usage,
 )
+from freewheel.server.tools import Tool, told
 
 MOST_PROMPTS = 256  # of a request
 
@@ -240,17 +241,17 @@ class Service:
         """``/v1/chat/completions``."""
         self.check_model(request.model)
         params = self.params(request)
-        prompt = await self._templated(request.messages, request, **request.chat_template_kwargs)
+        prompt = await self._templated(request.messages, request, request.offered, **request.chat_template_kwargs)
         answer = Answer("chat.completion", "chatcmpl", self.config.name)
 
         def choice(number: int, output: RequestOutput, one: CompletionOutput, progress: Progress) -> Object:
             ids, entries = progress.news(one)
-            part: Object = {"content": one.delta if request.stream else one.text}
+            part, reason = answered(request, one, progress)
             if not request.stream:
                 part = {"role": "assistant", **part, "refusal": None}
             made: Object = {"index": one.index, "delta" if request.stream else "message": part}
             made["logprobs"] = chat_logprobs(entries, ids, params.logprobs or 0) if request.logprobs else None
-            made |= {"finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+            made |= {"finish_reason": reason, "stop_reason": one.stop_reason}
             if request.return_token_ids:
                 made["token_ids"] = ids
             return made
@@ -260,19 +261,25 @@ class Service:
 
         return await self._reply(request, [prompt], params, answer, choice, begin)
 
-    async def _templated(self, messages: Any, request: Any, **variables: Any) -> Prompt:
+    async def _templated(self, messages: Any, request: Any, tools: Sequence[Tool] = (), **variables: Any) -> Prompt:
         def render() -> Prompt:
-            turns = [message.templated() for message in messages]
+            native = self.tokenizer.knows_tools
+            turns = told([message.templated() for message in messages], tools, native)
             if clash := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
                 raise ValueError(f"chat_template_kwargs must not have {sorted(clash)[0]}")
             options = {"add_generation_prompt": request.add_generation_prompt, **variables}
+            if tools and native:
+                options["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
             ids, text = self.tokenizer.encode_chat(turns, **options)
             return {"prompt_token_ids": ids, "prompt": text}
 
         try:
             return await asyncio.to_thread(render)
         except ValueError as error:
-            raise ApiError(400, f"messages: {error}", "messages") from None
+            message = str(error)
+            raise ApiError(
+                400, message if message.startswith("messages") else f"messages: {message}", "messages"
+            ) from None
 
     async def _reply(
         self,
@@ -375,6 +382,23 @@ class Service:
         if unknown:
             raise ApiError(400, f"tokens has an id outside the vocabulary of {self.tokenizer.vocab_size}", "tokens")
         return {"prompt": await asyncio.to_thread(self.tokenizer.decode, request.tokens, False)}
+
+
+def answered(request: ChatCompletionRequest, one: CompletionOutput, progress: Progress) -> tuple[Object, str | None]:
+    """What a choice says, or of a stream what is new, with the calls of tools read out of it; and why it ended."""
+    text, reason = one.delta if request.stream else one.text, one.finish_reason
+    if progress.reader is None:
+        progress.reader = request.reader()
+    reader = progress.reader
+    if reader is None:
+        return {"content": text}, reason
+    content, parts = reader.push(text, last=reason is not None)
+    if request.stream:
+        return ({"content": content} if content else {}) | ({"tool_calls": parts} if parts else {}), (
+            reader.finish_reason(reason)
+        )
+    calls = [call.told() for call in reader.read]
+    return {"content": content or None} | ({"tool_calls": calls} if calls else {}), reader.finish_reason(reason)
 
 
 class naming:  # noqa: N801

@@ -7,15 +7,12 @@ The models here know names and types. What values are right is checked once, whe
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from freewheel.sampling import SamplingParams
-
-
-class Body(BaseModel):
-    """JSON with known fields of the right types; anything else is refused by name."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+from freewheel.sampling import Grammar, SamplingParams
+from freewheel.server.body import Body
+from freewheel.server.formats import Constrained
+from freewheel.server.tools import Tooled
 
 
 class StreamOptions(Body):
@@ -25,13 +22,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class ResponseFormat(Body):
-    """What the answer has to look like: text is all there is yet."""
-
-    type: Literal["text"]
-
-
-class Sampled(Body):
+class Sampled(Constrained):
     """What both kinds of completions may ask.
 
     A field that is null counts as one that is not given. ``user`` and ``metadata`` are accepted and ignored.
@@ -72,6 +63,7 @@ class Sampled(Body):
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         asked = {name: value for name in names if (value := getattr(self, name)) is not None}
         asked.pop("logprobs", None)  # it means something else in each kind of request
+        asked["grammar"] = self.output_grammar()
         if "logit_bias" in asked:
             asked["logit_bias"] = {_id(token): bias for token, bias in asked["logit_bias"].items()}
         return asked
@@ -149,7 +141,7 @@ class Message(Body):
         return given
 
 
-class ChatCompletionRequest(Sampled):
+class ChatCompletionRequest(Tooled, Sampled):
     """``POST /v1/chat/completions``."""
 
     renames: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
@@ -158,9 +150,20 @@ class ChatCompletionRequest(Sampled):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    response_format: ResponseFormat | None = None
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def constraint(self) -> str | None:
+        """See :meth:`Constrained.constraint`; tools may constrain the answer as well."""
+        given = super().constraint()
+        if given and self.offered:
+            raise ValueError(f"{given} cannot be combined with tools, unless tool_choice is none")
+        return "tools" if self.tools_constrain else given
+
+    def output_grammar(self) -> Grammar | None:
+        """See :meth:`Constrained.output_grammar`."""
+        self.check_tools()
+        return self.calls_grammar() if self.constraint() == "tools" else super().output_grammar()
 
     def sampling_params(self) -> SamplingParams:
         """ValueError names the field that is wrong."""
@@ -202,6 +205,8 @@ def _id(token: str) -> int:
 def renamed(message: str, request: Body) -> str:
     """An error with the name that the client gave the field."""
     field, space, rest = message.partition(" ")
+    if field == "grammar" and isinstance(request, Constrained):
+        return f"{request.constraint() or field}{space}{rest}"
     name = getattr(request, "renames", {}).get(field)
     return f"{name}{space}{rest}" if name and name in request.model_fields_set else message
 

@@ -7,6 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from freewheel.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from freewheel.server.tools import CallReader
 
 Object = dict[str, Any]
 
@@ -58,11 +59,12 @@ class Answer:
 
 
 class Progress:
-    """How much of a choice was sent."""
+    """How much of a choice was sent, and the reader of its tool calls, if there are tools."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self.characters = 0
+        self.reader: CallReader | None = None
 
     def news(self, choice: CompletionOutput) -> tuple[list[int], list[dict[int, Logprob]]]:
         """Tokens and their log probabilities since the last call."""

@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -103,6 +104,9 @@ def run(
     model, engine = make(args, config)
     loaded = time.perf_counter()
     prepare(engine)
+    if engine.grammars is not None:
+        with suppress(ValueError):  # not installed: requests that need it are refused
+            engine.grammars.prepare()
     ready = time.perf_counter()
     sizes = f"up to {config.max_num_seqs} sequences of {engine.max_model_len} tokens"
     _say(f"loaded in {loaded - began:.1f} s, engine ready in {ready - loaded:.1f} s: {sizes}")
