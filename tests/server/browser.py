@@ -14,6 +14,7 @@ NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chro
 FLAGS = (
     "--headless", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu", "--disable-dev-shm-usage",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+    "--window-size=1280,900",
 )  # fmt: skip
 PATIENCE = 30.0  # seconds until something that does not happen is an error
 
@@ -164,10 +165,10 @@ def chromium(program: str, folder: Path) -> Iterator[Browser]:
     )  # fmt: skip
     theirs.close()
     try:
-        browser = Browser(ours)
-        yield browser
-        browser.call("Browser.close")
+        yield Browser(ours)
     finally:
-        ours.close()
-        process.kill()
-        process.wait()
+        ours.close()  # by which it ends
+        try:
+            process.wait(PATIENCE)
+        finally:
+            process.kill()

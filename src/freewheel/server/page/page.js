@@ -50,6 +50,11 @@ function keepFields() {
   localStorage.setItem("parameters", JSON.stringify({ ...Object.fromEntries(values), tokens: $("tokens").checked }));
 }
 
+$("defaults").addEventListener("click", () => {
+  for (const name in fields) blame(name, (fields[name].value = ""));
+  keepFields();
+});
+
 /** Show at a field what is wrong with it; nothing is wrong where the message is empty. */
 function blame(name, message) {
   fields[name].setAttribute("aria-invalid", String(message !== ""));
@@ -76,23 +81,20 @@ function requestBody() {
 
 // ---- The server
 
-class ApiError extends Error {
-  constructor(status, { message, param }, retryAfter) {
-    super(retryAfter ? `${message} (in ${retryAfter} s)` : message);
-    Object.assign(this, { status, param });
-  }
-}
+const refusal = ({ code, param, message }, wait) =>
+  Object.assign(new Error(wait ? `${message} (in ${wait} s)` : message), { code, param });
 
-/** The response, once the key is right where one is needed; ApiError for any that is no success. */
+/** The response, once the key is right where one is needed; an error with its code for any that is no success. */
 async function ask(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem("key");
     const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
     const response = await fetch(path, { ...options, headers });
     if (response.ok) return response;
-    const { error } = await response.json().catch(() => ({ error: { message: `the server answers ${response.status}` } }));
-    const failure = new ApiError(response.status, error, response.headers.get("Retry-After"));
-    if (response.status !== 401 || !(await askForKey(key))) throw failure;
+    const unknown = { error: { code: response.status, message: `the server answers ${response.status}` } };
+    const { error } = await response.json().catch(() => unknown);
+    const asked = response.status === 401 && (await askForKey(key));
+    if (!asked) throw refusal(error, response.headers.get("Retry-After"));
   }
 }
 
@@ -130,18 +132,17 @@ async function* events(response) {
 
 // ---- The conversation
 
-const turns = []; // of {role, content, shown}: its element
+const turns = []; // of {role, content, shown, plain}: its element, and that of its text
 let answering = null; // the AbortController of the answer that is on its way
 let following = true;
 
 function addTurn(role, content) {
   const plain = make("div", { className: "text plain", textContent: content });
-  const shown = make("article", { className: `turn ${role}` });
-  shown.append(make("h2", { textContent: role === "user" ? "You" : "Answer" }), plain);
+  const heading = make("h2", { textContent: role === "user" ? "You" : "Answer" });
+  const shown = make("article", { className: `turn ${role}` }, heading, plain);
   $("turns").append(shown);
-  const turn = { role, content, shown, plain };
-  turns.push(turn);
-  return turn;
+  turns.push({ role, content, shown, plain });
+  return turns.at(-1);
 }
 
 function removeTurn() {
@@ -153,7 +154,7 @@ function removeTurn() {
 function update() {
   const idle = answering === null;
   $("send").hidden = !idle;
-  $("stop").hidden = idle;
+  $("halt").hidden = idle;
   $("retry").disabled = !idle || turns.at(-1)?.role !== "assistant";
   $("edit").disabled = $("clear").disabled = !idle || !turns.length;
   document.body.classList.toggle("by-token", $("tokens").checked);
@@ -181,7 +182,7 @@ async function answer() {
   try {
     const response = await ask("v1/chat/completions", { method: "POST", body, signal: controller.signal });
     for await (const event of events(response)) {
-      if (event.error) throw new ApiError(event.error.code, event.error);
+      if (event.error) throw refusal(event.error);
       usage = event.usage ?? usage;
       const [choice] = event.choices;
       if (!choice) continue;
@@ -207,8 +208,7 @@ async function answer() {
 
 /** What the answer took, as this page saw it. */
 function facts(usage, reason, began, first) {
-  const reasons = { stop: "ended by itself", length: "length limit" };
-  const parts = [reasons[reason] ?? reason ?? "broken off"];
+  const parts = [{ stop: "ended by itself", length: "length limit" }[reason] ?? reason ?? "broken off"];
   if (usage) {
     const { completion_tokens: made, completion_tokens_details: details, prompt_tokens_details: prompt } = usage;
     parts.unshift(`${made} tokens`);
@@ -228,7 +228,7 @@ function report(error) {
     $("settings").open = true;
     fields[name].focus();
   } else {
-    $("error").textContent = error instanceof ApiError ? error.message : `The server cannot be reached: ${error.message}`;
+    $("error").textContent = error.code ? error.message : `The server cannot be reached: ${error.message}`;
   }
 }
 
@@ -237,52 +237,36 @@ function follow() {
   if (following) $("scroll").scrollTop = $("scroll").scrollHeight;
 }
 
-function send() {
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
   const content = $("message").value;
   if (answering || !content.trim()) return;
   $("message").value = "";
   addTurn("user", content);
   answer();
-}
-
-$("composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  send();
 });
 $("message").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  send();
+  $("composer").requestSubmit();
 });
-$("stop").addEventListener("click", () => {
-  answering?.abort();
-  $("message").focus();
-});
-$("retry").addEventListener("click", () => {
-  removeTurn();
-  answer();
-});
-$("edit").addEventListener("click", () => {
-  takeBack();
-  update();
-  $("message").focus();
-});
-$("clear").addEventListener("click", () => {
-  while (turns.length) removeTurn();
-  $("error").textContent = "";
-  update();
-  $("message").focus();
-});
+const ACTIONS = {
+  halt: () => answering.abort(),
+  retry: () => removeTurn() && answer(),
+  edit: takeBack,
+  clear: () => turns.splice(0).forEach(({ shown }) => shown.remove()),
+};
+for (const id in ACTIONS) {
+  $(id).addEventListener("click", () => {
+    $("error").textContent = "";
+    ACTIONS[id]();
+    update();
+    $("message").focus();
+  });
+}
 $("tokens").addEventListener("change", () => {
   keepFields();
   update();
-});
-$("defaults").addEventListener("click", () => {
-  for (const name in fields) {
-    fields[name].value = "";
-    blame(name, "");
-  }
-  keepFields();
 });
 
 // ---- Tokens
@@ -306,11 +290,10 @@ function visible({ bytes }, leading = false) {
   }
   if (text === "") return [symbol("∅")];
   const spaces = text.match(leading ? /^ +/ : /^ +$/)?.[0].length ?? 0;
-  const rest = text.slice(spaces).split(/([\p{C}\u2028\u2029])/u).flatMap((part) => {
-    if (part === "\n") return [symbol("⏎"), part];
-    if (part === "\t") return [symbol("⇥"), part];
-    const special = /^[\p{C}\u2028\u2029]$/u.test(part);
-    return special ? [symbol(`⟨${part.codePointAt(0).toString(16).toUpperCase()}⟩`)] : [part];
+  const rest = text.slice(spaces).split(/([\p{C}\u2028\u2029])/u).flatMap((part, i) => {
+    if (i % 2 === 0) return part;
+    const end = { "\n": "⏎", "\t": "⇥" }[part];
+    return end ? [symbol(end), part] : symbol(`⟨${part.codePointAt(0).toString(16).toUpperCase()}⟩`);
   });
   return spaces ? [symbol("␣".repeat(spaces)), ...rest] : rest;
 }
