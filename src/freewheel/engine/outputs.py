@@ -37,7 +37,7 @@ class CompletionOutput:
         token_ids: all tokens so far, with the one that ended it.
         cumulative_logprob: sum over the tokens' log probabilities, if these were asked for.
         logprobs: for each token the log probability by id: the token's own first, then the most likely ones in order.
-        from_draft: for each token whether a draft had it.
+        from_draft: for each token whether it was accepted from a draft. Outputs that differ in nothing else are equal.
         finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
         stop_reason: the stop string or stop token id that ended it.
         error: what went wrong, if the reason is "error".
@@ -49,7 +49,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
-    from_draft: list[bool]
+    from_draft: list[bool] = field(compare=False)
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
