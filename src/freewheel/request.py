@@ -72,7 +72,7 @@ class StepOutput:
         error: what went wrong, with ``FinishReason.ERROR``.
         cached_tokens: prompt tokens that were not computed for this sequence.
         drafted: rows that were computed for drafted tokens.
-        accepted: those of them whose token is among the new ones.
+        accepted: those of them whose token is among the new ones: the first so many.
     """
 
     request_id: str

@@ -118,6 +118,8 @@ def test_speculation_changes_steps_and_no_text(tiny_model: Path, capsys: pytest.
         assert main(generate(tiny_model, "--json", *repeating, *options)) == 0
         told.append(json.loads(capsys.readouterr().out))
     plain, drafted = (result["metrics"]["speculation"] for result in told)
+    counts = [sum(choice.pop("from_draft")) for result in told for choice in result["outputs"]]
+    assert counts == [0, drafted["accepted"]]
     assert told[0]["outputs"] == told[1]["outputs"]
     assert plain == {"steps": 60, "drafted": 0, "accepted": 0}
     assert drafted["steps"] + drafted["accepted"] >= 60 > drafted["steps"]

@@ -483,6 +483,50 @@ class TestLookahead:
         assert_empty(engine)
 
 
+class TestLoad:
+    @pytest.mark.parametrize("lookahead", [0, 1])
+    def test_busy_is_while_a_step_is_on_its_way(self, lookahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Steps take a second, and what is done between them ten: with one launched ahead that is no idle time."""
+        clock = [100.0]
+        monkeypatch.setattr("freewheel.engine.engine.perf_counter", lambda: clock[0])
+        engine, decoder = make_engine(lookahead=lookahead)
+        seen = []
+
+        def pass_a_second(batch: Any) -> None:
+            before = engine.busy_seconds
+            clock[0] += 1
+            seen.append(engine.busy_seconds - before)
+
+        decoder.before = pass_a_second
+        engine.add(make_request("a", [1, 2], max_tokens=4, ignore_eos=True))
+        while engine.has_unfinished:
+            engine.step()
+            clock[0] += 10
+        assert seen == [1.0] * 4  # a step on its way counts at once
+        assert engine.busy_seconds == (4 + 4 * 10 if lookahead else 4)
+
+    def test_a_step_that_raised_is_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine, decoder = make_engine()
+
+        def fail(batch: Any) -> None:
+            raise RuntimeError("sick")
+
+        decoder.before = fail
+        engine.add(make_request("a", [1, 2]))
+        with pytest.raises(RuntimeError, match="sick"):
+            engine.step()
+        assert engine.busy_seconds == engine.busy_seconds
+
+    def test_pages_in_use_are_those_that_sequences_hold(self) -> None:
+        engine, _ = make_engine(page_size=4, pages=200)
+        assert (engine.num_pages, engine.num_pages_in_use) == (200, 0)
+        engine.add(make_request("a", list(range(10)), max_tokens=8, ignore_eos=True))
+        engine.step()
+        assert engine.num_pages_in_use == 3
+        run(engine)
+        assert engine.num_pages_in_use == 0  # the prefix cache keeps some, for whoever may want them
+
+
 class TestSteadySteps:
     @pytest.mark.parametrize("seed", range(8))
     def test_are_what_the_scheduler_would_have_planned(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,7 @@ class Engine:
         self._keys = 0
         self._outputs: list[StepOutput] = []
         self._flights: deque[tuple[list[_Row], InFlight, float]] = deque()  # and when they were launched
+        self._busy: tuple[float, float | None] = 0.0, None  # seconds so far, and since when it is again
         default = 1 if pool.device.type == "cuda" else 0
         self.lookahead = default if config.lookahead is None else config.lookahead
         self._drafting: Drafting | DeviceDrafting | None = None
@@ -146,6 +147,22 @@ class Engine:
     def num_waiting(self) -> int:
         """Sequences that wait for one."""
         return len(self._waiting)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the key-value cache."""
+        return self._pool.num_pages
+
+    @property
+    def num_pages_in_use(self) -> int:
+        """Those of them that sequences hold; what the prefix cache alone keeps can be had at any time."""
+        return self._pool.num_pages - self._cache.available
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long there was a step on its way, from its launch until its results were here, up to now."""
+        seconds, since = self._busy
+        return seconds if since is None else seconds + perf_counter() - since
 
     def validate(self, request: Request) -> Request:
         """Check a request against model, cache and configuration. Safe to call from any thread.
@@ -261,9 +278,12 @@ class Engine:
                 self._draft_ahead(rows, self._drafting)
             elif self._drafting is not None:
                 self._draft(rows, self._drafting)
+            if not self._flights:
+                self._busy = self._busy[0], perf_counter()
             try:
                 flight = self._launch([row.span for row in rows])
             except BaseException:
+                self._note_idle()
                 for row in rows:  # some may have got their token: they begin again, and get the same
                     self._preempt(row.sequence)
                 raise
@@ -277,10 +297,16 @@ class Engine:
             landed, flight, launched = self._flights.popleft()
             asked = perf_counter()
             result = flight.result()
+            self._note_idle()
             if isinstance(self._drafting, DeviceDrafting):
                 self._drafting.landed([row.span for row in landed], launched, asked, perf_counter())
             self._retire(landed, result)
         return self._take_outputs()
+
+    def _note_idle(self) -> None:
+        """Unless a step is on its way."""
+        if not self._flights:
+            self._busy = self.busy_seconds, None
 
     def _launch(self, spans: list[Span]) -> InFlight:
         if not isinstance(self._drafting, Drafting):

@@ -37,6 +37,7 @@ class CompletionOutput:
         token_ids: all tokens so far, with the one that ended it.
         cumulative_logprob: sum over the tokens' log probabilities, if these were asked for.
         logprobs: for each token the log probability by id: the token's own first, then the most likely ones in order.
+        from_draft: for each token whether it was accepted from a draft. Outputs that differ in nothing else are equal.
         finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
         stop_reason: the stop string or stop token id that ended it.
         error: what went wrong, if the reason is "error".
@@ -48,6 +49,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
+    from_draft: list[bool] = field(compare=False)
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
@@ -211,6 +213,7 @@ class _Choice:
         self._text = ""
         self._taken = 0
         self.token_ids: list[int] = []
+        self._from_draft: list[bool] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative = None if params.logprobs is None else 0.0
         self.finish_reason: FinishReason | None = None
@@ -222,6 +225,7 @@ class _Choice:
         stopped = output.finish_reason is FinishReason.STOP and not output.complete
         for number, token in enumerate(output.token_ids, 1):
             self.token_ids.append(token)
+            self._from_draft.append(number <= output.accepted)
             if output.logprobs is not None and self._logprobs is not None and self._cumulative is not None:
                 entry = output.logprobs[number - 1]
                 self._logprobs.append(self.logprobs_by_id(entry))
@@ -252,6 +256,7 @@ class _Choice:
             self.token_ids.copy(),
             self._cumulative,
             None if self._logprobs is None else self._logprobs.copy(),
+            self._from_draft.copy(),
             None if self.finish_reason is None else self.finish_reason.value,
             self._stop_reason,
             self._error,

@@ -24,6 +24,7 @@ from freewheel.engine.inputs import Prompt
 from freewheel.engine.outputs import CompletionOutput, RequestOutput
 from freewheel.models.tokenizer import Tokenizer
 from freewheel.sampling import SamplingParams
+from freewheel.server.assets import page_routes
 from freewheel.server.errors import ApiError, answer_unfit
 from freewheel.server.metrics import Metrics
 from freewheel.server.protocol import (
@@ -43,6 +44,7 @@ from freewheel.server.replies import (
     chat_logprobs,
     completion_logprobs,
     errors_of,
+    token_fields,
     usage,
 )
 from freewheel.server.tools import Tool, told
@@ -168,11 +170,12 @@ class Service:
 
         async def follow(number: int, prompt: Prompt) -> None:
             try:
+                before = None
                 async with aclosing(self.engine.generate(prompt, params, priority=request.priority)) as outputs:
                     async for output in outputs:
                         news.put_nowait((number, output))
-                        if output.finished:
-                            self.metrics.ended(output)
+                        self.metrics.observe(output, before)
+                        before = output.metrics
                 news.put_nowait(None)
             except Exception as error:
                 news.put_nowait(error)
@@ -232,7 +235,7 @@ class Service:
             made["logprobs"] = None if request.logprobs is None else completion_logprobs(listed, shown, start)
             made["stop_reason"] = one.stop_reason
             if request.return_token_ids:
-                made |= {"token_ids": ids, "prompt_token_ids": output.prompt_token_ids if first else None}
+                made |= {**token_fields(one, ids), "prompt_token_ids": output.prompt_token_ids if first else None}
             return made
 
         return await self._reply(request, list(prompts), params, answer, choice, None)
@@ -250,10 +253,12 @@ class Service:
             if not request.stream:
                 part = {"role": "assistant", **part, "refusal": None}
             made: Object = {"index": one.index, "delta" if request.stream else "message": part}
-            made["logprobs"] = chat_logprobs(entries, ids, params.logprobs or 0) if request.logprobs else None
+            made["logprobs"] = None
+            if request.logprobs:
+                made["logprobs"] = chat_logprobs(entries, ids, params.logprobs or 0, self.tokenizer.token_bytes)
             made |= {"finish_reason": reason, "stop_reason": one.stop_reason}
             if request.return_token_ids:
-                made["token_ids"] = ids
+                made |= token_fields(one, ids)
             return made
 
         def begin(index: int) -> Object:
@@ -449,6 +454,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> Fast
 
     app = FastAPI(title="Freewheel", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
+    app.routes.extend(page_routes())
 
     @app.get("/health")
     async def health() -> Response:

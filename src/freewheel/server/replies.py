@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -86,18 +86,25 @@ def completion_logprobs(entries: Sequence[Mapping[int, Logprob] | None], ids: Se
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
-def chat_logprobs(entries: Sequence[Mapping[int, Logprob]], ids: Sequence[int], top: int) -> Object:
-    """As ``/v1/chat/completions`` lists them, with the ``top`` most likely of each place."""
+def chat_logprobs(
+    entries: Sequence[Mapping[int, Logprob]], ids: Sequence[int], top: int, token_bytes: Callable[[int], bytes]
+) -> Object:
+    """As ``/v1/chat/completions`` lists them, with the ``top`` most likely of each place. A token may be part of a
+    character: then its bytes tell more than its text."""
 
-    def described(one: Logprob) -> Object:
-        raw = one.decoded_token.encode()
-        return {"token": one.decoded_token, "logprob": finite(one.logprob), "bytes": list(raw)}
+    def described(id: int, one: Logprob) -> Object:
+        return {"token": one.decoded_token, "logprob": finite(one.logprob), "bytes": list(token_bytes(id))}
 
     content = []
     for id, entry in zip(ids, entries):
-        likely = sorted(entry.values(), key=lambda one: one.rank)[:top]
-        content.append({**described(entry[id]), "top_logprobs": [described(one) for one in likely]})
+        likely = sorted(entry.items(), key=lambda item: item[1].rank)[:top]
+        content.append({**described(id, entry[id]), "top_logprobs": [described(*item) for item in likely]})
     return {"content": content}
+
+
+def token_fields(choice: CompletionOutput, ids: list[int]) -> Object:
+    """What ``return_token_ids`` adds, of the last tokens: their ids, and whether drafts had them."""
+    return {"token_ids": ids, "from_draft": choice.from_draft[len(choice.from_draft) - len(ids) :]}
 
 
 def errors_of(output: RequestOutput) -> Iterator[str]:

@@ -114,7 +114,8 @@ def run(
         _say(f"anyone who reaches {args.host} may use this server: there is no --api-key")
     listening.listen()  # whoever reads the next line may come at once
     host = f"[{args.host}]" if ":" in args.host else args.host
-    _say(f"model {server.name!r} at http://{host}:{listening.getsockname()[1]}/v1 (Ctrl-C stops)")
+    url = f"http://{host}:{listening.getsockname()[1]}"
+    _say(f"model {server.name!r} at {url}/v1, a page to try it at {url}/ (Ctrl-C stops)")
     app = make_app(engine, model.tokenizer, server)
     options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(args.grace))
     uvicorn.Server(options).run(sockets=[listening])
