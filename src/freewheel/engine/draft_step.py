@@ -1,7 +1,8 @@
 """Decode steps that draft for themselves: the host launches the next before it knows what the last one brought."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from freewheel.ops.launch import launch, power
 from freewheel.request import TokenLogprobs
 from freewheel.sampling import Logprobs, SampleRows, Samples, SamplingState
 from freewheel.sampling.fused import sequences_of
+from freewheel.speculative import DraftTree
 from freewheel.speculative.device import DeviceIndex, make_trees
 
 GUESSED = 8  # tokens of a guess
@@ -118,6 +120,9 @@ class DraftStep:
         self.graphs = Graphs()
         self._put: tuple[list[int], list[int]] = ([], [])
         self._expected: tuple[list[int], list[int]] | None = None  # slots and nodes that the inputs have
+        self._laid_out = LaidOut(
+            self._columns.slots, laid.starts, self._trees.counts, self._trees.tokens, self._trees.parents
+        )
 
     def put(self, slots: list[int], lengths: list[int], most_nodes: list[int]) -> None:
         """Let it have these sequences, for which there are rows; the others are idle.
@@ -164,6 +169,10 @@ class DraftStep:
             self._tile_rows, drafts.depth, power(drafts.depth),
         )  # fmt: skip
 
+    def laid_out(self) -> "OnItsWay":
+        """What was drafted, on its way to the host."""
+        return OnItsWay(self._laid_out)
+
     def end(self, samples: Samples) -> None:
         """Verify the drafts by what was sampled; sequences grow by what is accepted."""
         drafts, sequences = self._drafts, (self._sequences,)
@@ -187,6 +196,42 @@ class DraftStep:
         drafted = Drafted(self.ring, self._put[1], logprobs)
         self._expected = self._put
         return drafted
+
+
+class LaidOut(NamedTuple):
+    """The drafts of a step: tensors.
+
+    Attributes:
+        slots: int64 [sequences]; -1 of idle ones, those that have ended as well.
+        starts: int32 [sequences], see :class:`DraftRows`.
+        counts, tokens, parents: see ``Trees``.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    counts: Tensor
+    tokens: Tensor
+    parents: Tensor
+
+
+class OnItsWay:
+    """The drafts of a step, which may not have arrived yet. They set out when the decoder has not begun."""
+
+    def __init__(self, laid_out: LaidOut) -> None:
+        self._laid_out = LaidOut(*on_its_way([*laid_out]))
+        self._arrived = torch.cuda.current_stream().record_event() if laid_out.slots.is_cuda else None
+
+    def trees(self, wanted: Sequence[int]) -> list[tuple[int, DraftTree] | None]:
+        """Wait for them: of these sequences by number the first row and the draft; None of one that has ended."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        slots, starts, counts, tokens, parents = (column.tolist() for column in self._laid_out)
+        found: list[tuple[int, DraftTree] | None] = []
+        for i in wanted:
+            count = counts[i]
+            tree = DraftTree(tuple(tokens[i][:count]), tuple(parent - 1 for parent in parents[i][:count]))
+            found.append((starts[i], tree) if slots[i] >= 0 else None)
+        return found
 
 
 class Drafted:

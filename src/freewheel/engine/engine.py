@@ -202,8 +202,6 @@ class Engine:
         grammar = request.params.grammar
         if grammar is None or request.params.max_tokens == 0:
             return request
-        if self._state.tables is not None or self._pool.device.type != "cpu":
-            raise ValueError(f"grammar must be None on device {str(self._pool.device)!r}: only CPUs take one yet")
         if self.grammars is None:
             raise ValueError("grammar must be None: this engine knows no texts")
         try:
@@ -278,22 +276,31 @@ class Engine:
                 self._draft_ahead(rows, self._drafting)
             elif self._drafting is not None:
                 self._draft(rows, self._drafting)
-            if not self._flights:
-                self._busy = self._busy[0], perf_counter()
-            try:
-                flight = self._launch([row.span for row in rows])
-            except BaseException:
-                self._note_idle()
-                for row in rows:  # some may have got their token: they begin again, and get the same
-                    self._preempt(row.sequence)
-                raise
+            self._note_busy()
             for sequence, span, _ in rows:
                 sequence.launched = span.start + span.rows + span.nodes
                 sequence.pending += span.sample + span.nodes
                 sequence.slack += span.nodes
+            try:
+                flight = self._launch([row.span for row in rows])
+            except BaseException:
+                self._note_idle()
+                for sequence, _, stay in rows:  # some may have got their token: they begin again, and get the same
+                    if stay == sequence.stay:
+                        self._preempt(sequence)
+                raise
             self._flights.append((rows, flight, perf_counter()))
-        land = max(len(self._flights) - self.lookahead, not rows)
-        for _ in range(min(land, len(self._flights))):
+        self._land(max(len(self._flights) - self.lookahead, not rows))
+        return self._take_outputs()
+
+    def _catch_up(self) -> None:
+        """Read all steps before the one that is being launched: its masks go by their tokens."""
+        self._land(len(self._flights))
+        self._note_busy()
+
+    def _land(self, count: int) -> None:
+        """Read the results of so many steps."""
+        for _ in range(min(count, len(self._flights))):
             landed, flight, launched = self._flights.popleft()
             asked = perf_counter()
             result = flight.result()
@@ -301,7 +308,10 @@ class Engine:
             if isinstance(self._drafting, DeviceDrafting):
                 self._drafting.landed([row.span for row in landed], launched, asked, perf_counter())
             self._retire(landed, result)
-        return self._take_outputs()
+
+    def _note_busy(self) -> None:
+        if self._busy[1] is None:
+            self._busy = self._busy[0], perf_counter()
 
     def _note_idle(self) -> None:
         """Unless a step is on its way."""
@@ -310,9 +320,9 @@ class Engine:
 
     def _launch(self, spans: list[Span]) -> InFlight:
         if not isinstance(self._drafting, Drafting):
-            return self.runner.launch(spans)
+            return self.runner.launch(spans, self._catch_up)
         began = perf_counter()
-        flight = self.runner.launch(spans)
+        flight = self.runner.launch(spans, self._catch_up)
         if all(span.draft or span.rows == 1 for span in spans):  # what prompts take says nothing about drafts
             self._pace.observe(sum(span.rows for span in spans), perf_counter() - began)
         return flight
@@ -392,7 +402,7 @@ class Engine:
         short: list[tuple[Sequence, int]] = []
         for sequence in self._ranked:
             start, length = sequence.launched, sequence.length
-            if length != start + 1 or length >= sequence.max_length or sequence.scoring or _waits_for_mask(sequence):
+            if length != start + 1 or length >= sequence.max_length or sequence.scoring:
                 return []
             if start == len(sequence.pages) * size:
                 short.append((sequence, length))
@@ -461,7 +471,9 @@ class Engine:
                     needs.append((sequence, min(end + ahead * size, sequence.max_length)))
             guess, follows = guessing and self._most_nodes(sequence) > 0, sequence.slack > 0
             if nodes or guess or follows:
-                span = Span(slot, start, 1, True, nodes=nodes, guess=guess, follows=follows)
+                span = Span(
+                    slot, start, 1, True, nodes=nodes, guess=guess, follows=follows, matcher=_active(sequence)
+                )
                 rows[i] = _Row(sequence, span, sequence.stay)
         if needs:
             self._secure(needs)
@@ -483,9 +495,9 @@ class Engine:
             yield self._entry(sequence)._replace(computed=pages * size, pages=pages, private=private, idle=idle)
 
     def _entry(self, sequence: Sequence) -> Entry:
-        # Some can only wait for what is in flight: their last token, what a mask needs, or scores, which come in order.
+        # Some can only wait for what is in flight: their last token, or scores, which come in order.
         in_flight = sequence.launched > sequence.computed
-        waits = in_flight and (sequence.length >= sequence.max_length or sequence.scoring or _waits_for_mask(sequence))
+        waits = in_flight and (sequence.length >= sequence.max_length or sequence.scoring)
         return Entry(
             sequence.key,
             sequence.rank,
@@ -741,11 +753,6 @@ def _active(sequence: Sequence) -> Matcher | None:
     """What the sequence's next token has to obey."""
     matcher = sequence.matcher
     return None if matcher is None or matcher.ended else matcher
-
-
-def _waits_for_mask(sequence: Sequence) -> bool:
-    """Whether the mask of its next token depends on one that is in flight."""
-    return sequence.pending > 0 and _active(sequence) is not None
 
 
 class _Row(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from freewheel.cache.pool import KVPool
+from freewheel.engine.masks import Constrained, MaskBuffer
 from freewheel.grammar import Matcher
 from freewheel.ops.rows import RowBatch
 from freewheel.request import TokenLogprobs
@@ -40,7 +41,8 @@ class Span(NamedTuple):
         nodes: most nodes that the device may draft behind the last row.
         guess: nobody drafts, and the device guesses what follows, without rows; it tells how good its last guess was.
         follows: the device alone knows where the row is: behind what steps in flight bring, and not after ``start``.
-        matcher: where the sequence is in its grammar: at the last row, or the draft's root.
+        matcher: where the sequence is in its grammar, by the tokens that the host knows: when it has caught up, at the
+            last row, or the draft's root.
     """
 
     slot: int
@@ -182,6 +184,7 @@ class Runner:
         self._pool = pool
         self._sampler = sampler
         self._device = pool.device
+        self._mask_buffer = MaskBuffer(sampler.state.vocab_size, pool.device)
         self.seconds: dict[tuple[int, int], float] = {}
 
     def preparations(self) -> list[tuple[str, Callable[[], None]]]:
@@ -189,10 +192,18 @@ class Runner:
         return []
 
     @torch.inference_mode()
-    def launch(self, spans: Sequence[Span]) -> InFlight:
-        """Run the spans' rows and draw. Tokens are appended to the sampling state."""
+    def launch(self, spans: Sequence[Span], catch_up: Callable[[], None] = lambda: None) -> InFlight:
+        """Run the spans' rows and draw. Tokens are appended to the sampling state.
+
+        Args:
+            spans: what to run.
+            catch_up: called before masks are made, when the rows are on their way: reads all steps before this one.
+        """
         batch, slots, following = self._batch(spans)
-        return self._draw(spans, self._decoder.forward(batch, self._pool.layers), slots, following)
+        logits = self._decoder.forward(batch, self._pool.layers)
+        if any(span.matcher for span in spans):
+            catch_up()
+        return self._draw(spans, logits, slots, following)
 
     def enter(self, slot: int) -> None:
         """Another sequence has the slot."""
@@ -203,7 +214,7 @@ class Runner:
         drafts = any(span.draft for span in spans)
         first = sum(span.rows if span.draft else span.sample for span in spans)
         paths = _paths(spans, first) if drafts else None
-        rows = SampleRows(slots[:first], following[:first], *_masks(spans, first, state.vocab_size), paths)
+        rows = SampleRows(slots[:first], following[:first], *self._masks(spans, first), paths)
         samples = self._sampler.sample(logits[:first], rows) if first else None
         scores = []
         for span in spans:
@@ -247,6 +258,18 @@ class Runner:
         if sick:  # attention may read what was rejected, with weight zero, and zero times NaN is NaN
             self._pool.clear_places(sick)
         return Walked(kept, runs)
+
+    def _masks(self, spans: Sequence[Span], rows: int) -> tuple[Tensor | None, Tensor | None]:
+        """What grammars permit at the sampled rows, as :class:`SampleRows` takes it."""
+        constrained: list[Constrained] = []
+        row = 0
+        for span in spans:
+            if span.sample:
+                draft = span.draft or DraftTree()
+                if span.matcher is not None:
+                    constrained.append(Constrained(row, span.matcher, draft))
+                row += draft.rows
+        return self._mask_buffer.fill(constrained, rows)
 
     def _batch(self, spans: Sequence[Span]) -> tuple[RowBatch, Tensor, Tensor]:
         """The rows, and for those whose logits are wanted their slot and the position that follows: sampled ones first,
@@ -320,26 +343,6 @@ class Runner:
 def _ancestors(draft: DraftTree | None) -> list[int] | None:
     """For a row batch, to which a chain is as any rows that follow one another."""
     return None if draft is None or draft.is_chain else draft.ancestors.tolist()
-
-
-def _masks(spans: Sequence[Span], rows: int, vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
-    """What grammars permit at the sampled rows, as :class:`SampleRows` takes it."""
-    sampled = [span for span in spans if span.sample]
-    if not any(span.matcher for span in sampled):
-        return None, None
-    counts = [span.rows if span.draft else 1 for span in sampled]
-    masks = np.empty(
-        (sum(count for span, count in zip(sampled, counts) if span.matcher), -(-vocab_size // 32)), np.int32
-    )
-    mask_rows = np.full(rows, -1, np.int64)
-    row = mask = 0
-    for span, count in zip(sampled, counts):
-        if span.matcher is not None:
-            span.matcher.fill(masks[mask : mask + count], span.draft or DraftTree())
-            mask_rows[row : row + count] = range(mask, mask + count)
-            mask += count
-        row += count
-    return torch.from_numpy(masks), torch.from_numpy(mask_rows)
 
 
 def _paths(spans: Sequence[Span], rows: int) -> Tensor:

@@ -34,12 +34,14 @@ class Graphs:
     """Of a step.
 
     Attributes:
-        decoder: from inputs to logits.
+        begin: what comes before the decoder; None: nothing.
+        decoder: to logits.
         whole: all of the step, down to log probabilities, for demands on the sampler that were met often.
         met: how often the others were, lately.
         refused: those that could not be captured.
     """
 
+    begin: Captured[None] | None = None
     decoder: Captured[torch.Tensor] | None = None
     whole: dict[Hashable, Captured[Logprobs | None]] = field(default_factory=dict)
     met: Counter[Hashable] = field(default_factory=Counter)

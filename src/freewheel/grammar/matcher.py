@@ -88,7 +88,8 @@ class Matcher:
     def fill(self, masks: NDArray[np.int32], tree: DraftTree = ROOT) -> None:
         """Set the bits of the ids that may follow each row of a draft that :meth:`prune` has seen.
 
-        Where something goes wrong no bit is set: at the root that is the :attr:`error`.
+        A draft that it has not seen may have more: after an end anything may follow, and after what is forbidden
+        nothing. Where something goes wrong no bit is set: at the root that is the :attr:`error`.
 
         Args:
             masks: int32 [rows, words], contiguous rows, any content.
@@ -104,6 +105,11 @@ class Matcher:
         for row in self._visit(tree):
             if not self._fill(masks[row]) and not row:
                 self._fail()
+        free = set[int]()
+        for row, (token, parent) in enumerate(zip(tree.tokens, tree.parents), 1):
+            if token in self._end_ids or parent + 1 in free:
+                free.add(row)
+                masks[row] = -1
         self._charge(began, tree.rows)
 
     def _fill(self, mask: NDArray[np.int32]) -> bool:
