@@ -1,6 +1,6 @@
 """What goes into the engine, what comes out of it, and what it remembers in between.
 
-:class:`Request` and :class:`StepOutput` are plain data: they can cross to another thread or process.
+:class:`Request`, :class:`StepOutput` and :class:`Stats` are plain data: they can cross to another thread or process.
 """
 
 from dataclasses import dataclass, field
@@ -82,6 +82,20 @@ class StepOutput:
     cached_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+
+
+class Stats(NamedTuple):
+    """What an engine does at the moment, as far as those who watch it want to know.
+
+    Attributes:
+        running: sequences that hold a slot.
+        waiting: sequences that wait for one.
+        preemptions: how often one had to give up its slot, since the engine began.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
 
 
 class Sequence:

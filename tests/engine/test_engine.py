@@ -435,7 +435,7 @@ class TestRefusals:
         assert engine.preemptions > 0
         assert len(calls) == 4
         request = make_request("again", [1])
-        engine.validate(request)
+        engine.limits.validate(request)
         engine.add(request, checked=True)
         assert len(calls) == 5
 

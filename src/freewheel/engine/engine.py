@@ -14,10 +14,11 @@ from freewheel.cache.radix import Node, PrefixCache
 from freewheel.config import EngineConfig
 from freewheel.engine.buckets import BUCKETS, MAX_DRAFT_ROWS
 from freewheel.engine.drafting import DeviceDrafting, Drafting, Pace, StepTimes
+from freewheel.engine.limits import Limits
 from freewheel.engine.runner import Decoder, InFlight, Runner, Sampled, Span, StepResult
 from freewheel.engine.scheduler import Capacity, Entry, pages_for, plan
 from freewheel.engine.stopping import cut, max_length, stop_ids
-from freewheel.request import FinishReason, Request, Sequence, StepOutput, TokenLogprobs
+from freewheel.request import FinishReason, Request, Sequence, Stats, StepOutput, TokenLogprobs
 from freewheel.sampling import Sampler, SamplingState, Status, choice_seed, random_seed
 from freewheel.sampling.params import shown
 from freewheel.speculative import NgramIndex, SpeculationMetrics
@@ -51,6 +52,7 @@ class Engine:
         runner: makes what runs the steps.
 
     Attributes:
+        limits: what it takes.
         runner: what it made.
         lookahead: steps that are launched before the first of them is read; may change between steps.
         preemptions: how often a sequence had to give up its slot.
@@ -80,8 +82,6 @@ class Engine:
         if config.speculation and pool.device.type != "cpu" and not kernels:
             raise ValueError("speculation must not be True on CUDA devices with fused=False: there kernels draft")
         self.config = config
-        self.max_model_len = max_model_len
-        self._eos_token_ids = frozenset(eos_token_ids)
         self._pool = pool
         self._cache = PrefixCache(pool.num_pages, pool.page_size)
         self._state = SamplingState(
@@ -91,6 +91,12 @@ class Engine:
             valid_vocab_size=valid_vocab_size,
             device=pool.device,
             fused=config.uses_kernels(pool.device.type),
+        )
+        self.limits = Limits(
+            max_model_len,
+            self._state.valid_vocab_size,
+            frozenset(eos_token_ids),
+            repeatable=config.draw != "multinomial",
         )
         self.runner = runner(decoder, pool, Sampler(self._state, draw=config.draw))
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -130,6 +136,11 @@ class Engine:
         return self._drafting and self._drafting.metrics
 
     @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence."""
+        return self.limits.max_model_len
+
+    @property
     def num_running(self) -> int:
         """Sequences that hold a slot."""
         return len(self._running)
@@ -139,55 +150,31 @@ class Engine:
         """Sequences that wait for one."""
         return len(self._waiting)
 
-    def validate(self, request: Request) -> None:
-        """Check a request against model, cache and configuration. Safe to call from any thread.
-
-        Raises:
-            ValueError: naming what is wrong. Nothing that passes can fail later for what it asks.
-        """
-        prompt, params = request.prompt_ids, request.params
-        valid = self._state.valid_vocab_size
-        if not prompt:
-            raise ValueError("prompt is empty: at least one token is needed")
-        if max(prompt) >= valid or min(prompt) < 0:
-            bad = next(token for token in prompt if not 0 <= token < valid)
-            raise ValueError(f"prompt_token_ids has id {shown(bad)}, but the vocabulary has only {valid} tokens")
-        room = self.max_model_len - len(prompt)
-        if room < 0:
-            raise ValueError(f"prompt has {len(prompt)} tokens, the longest sequence is {self.max_model_len}")
-        if room == 0 and params.max_tokens != 0:
-            raise ValueError(
-                f"prompt has {len(prompt)} tokens and leaves no room for output: the longest sequence is "
-                f"{self.max_model_len} (max_tokens=0 only scores the prompt)"
-            )
-        if params.min_tokens > room:
-            raise ValueError(
-                f"min_tokens ({params.min_tokens}) exceeds the {room} tokens that the prompt leaves room for"
-            )
-        if params.seed is not None and self.config.draw == "multinomial":
-            raise ValueError("seed must be None: this engine draws by multinomial, which cannot be repeated")
-        params.check_vocabulary(valid, request.bad_word_ids, self._end_ids(stop_ids(params, self._eos_token_ids)))
+    @property
+    def stats(self) -> Stats:
+        """What it does now, for those who watch."""
+        return Stats(len(self._running), len(self._waiting), self.preemptions)
 
     def add(self, request: Request, *, checked: bool = False) -> None:
         """Queue a request.
 
         Args:
             request: its ``request_id`` differs from those of all unfinished requests.
-            checked: :meth:`validate` has passed, and need not be repeated.
+            checked: :meth:`Limits.validate` has passed, and need not be repeated.
 
         Raises:
-            ValueError: see :meth:`validate`, or its ``request_id`` is in use.
+            ValueError: see :meth:`Limits.validate`, or its ``request_id`` is in use.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request_id {shown(request.request_id)} is in use")
         if not checked:
-            self.validate(request)
+            self.limits.validate(request)
         params = request.params
         seed = params.seed
         if seed is None:
             seed = random_seed() if self.config.seed is None else choice_seed(self.config.seed, self._added)
         prompt = list(request.prompt_ids)
-        stops = stop_ids(params, self._eos_token_ids)  # like the prompt, one for all choices: it may be long
+        stops = stop_ids(params, self.limits.eos_token_ids)  # like the prompt, one for all choices: it may be long
         sequences = [
             Sequence(
                 request,
@@ -485,7 +472,7 @@ class Engine:
 
     def _end_ids(self, stops: Iterable[int]) -> list[int]:
         """What ``min_tokens`` holds back: all that ends a sequence, and the model's ends even if they are ignored."""
-        return [*self._eos_token_ids.union(stops)]
+        return [*self.limits.eos_token_ids.union(stops)]
 
     def _secure(self, needs: Iterable[tuple[Sequence, int]]) -> None:
         """Make sure of pages for the first tokens, so many, of each sequence."""

@@ -1,6 +1,6 @@
 """The application: routes, limits, and the stream of a reply.
 
-Tokenising and templating happen in threads, the model runs in the engine's own: the event loop is for HTTP alone.
+Tokenising and templating happen in threads, the model runs in a process of its own: the event loop is for HTTP alone.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from freewheel.engine.async_engine import AsyncEngine, EngineDeadError
 from freewheel.engine.engine import Engine
 from freewheel.engine.inputs import Prompt
 from freewheel.engine.outputs import CompletionOutput, RequestOutput
+from freewheel.engine.process import EngineProcess
 from freewheel.models.tokenizer import Tokenizer
 from freewheel.sampling import SamplingParams
 from freewheel.server.errors import ApiError, answer_unfit
@@ -135,12 +136,12 @@ class Service:
         active: prompts that run or wait.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine | EngineProcess, tokenizer: Tokenizer, config: ServerConfig) -> None:
         self.engine = AsyncEngine(engine, tokenizer)
         self.tokenizer, self.config = tokenizer, config
-        self.max_model_len = engine.max_model_len
+        self.max_model_len = engine.limits.max_model_len
         self.active = 0
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(self.engine)
 
     def check_model(self, name: str | None) -> None:
         """ApiError where it is another one."""
@@ -414,8 +415,8 @@ def event(value: Object) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
 
 
-def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """The application. The engine is its own from here on, prepared, and runs while the application does."""
+def make_app(engine: Engine | EngineProcess, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
+    """The application. The engine is its own from here on, prepared or loaded, and runs while the application does."""
     service = Service(engine, tokenizer, config)
 
     @asynccontextmanager

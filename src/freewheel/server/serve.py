@@ -4,7 +4,6 @@ import argparse
 import os
 import socket
 import sys
-import time
 from typing import Any
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -40,8 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     """Serve until SIGINT or SIGTERM, then let requests finish for ``--grace`` seconds.
 
+    The engine has a process of its own; here are HTTP and texts.
+
     Raises:
         ValueError: an option is wrong, or what the server is made of is not installed.
+        ModelError: the model cannot be found, read or run.
     """
     try:
         import uvicorn
@@ -52,8 +54,9 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
             f"serve: {error.name} is missing: install freewheel with its extra, as in pip install -e '.[server]'"
         ) from None
     from freewheel.config import EngineConfig
-    from freewheel.engine.build import build_engine, prepare
-    from freewheel.models.load import load
+    from freewheel.engine.process import EngineProcess
+    from freewheel.models.load import load_tokenizer
+    from freewheel.models.store import resolve
 
     for name in ("max_requests", "max_body"):
         if getattr(args, name) < 1:
@@ -75,23 +78,21 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     )
     listening = _listen(args.host, args.port)  # before a model is loaded in vain
     config = EngineConfig(max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs, **engine_options)
-    began = time.perf_counter()
     _say(f"loading {args.model} on {args.device}")
-    model = load(args.model, dtype=args.dtype, device=args.device)
-    loaded = time.perf_counter()
-    engine = build_engine(model, config)
-    prepare(engine)
-    ready = time.perf_counter()
-    sizes = f"up to {config.max_num_seqs} sequences of {engine.max_model_len} tokens"
-    _say(f"loaded in {loaded - began:.1f} s, engine ready in {ready - loaded:.1f} s: {sizes}")
-    if args.host not in LOCAL and key is None:
-        _say(f"anyone who reaches {args.host} may use this server: there is no --api-key")
-    listening.listen()  # whoever reads the next line may come at once
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    _say(f"model {server.name!r} at http://{host}:{listening.getsockname()[1]}/v1 (Ctrl-C stops)")
-    app = make_app(engine, model.tokenizer, server)
-    options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(args.grace))
-    uvicorn.Server(options).run(sockets=[listening])
+    path = resolve(args.model)
+    with EngineProcess(path, config, dtype=args.dtype, device=args.device, threads=args.threads) as engine:
+        tokenizer = load_tokenizer(path)
+        engine.wait()
+        sizes = f"up to {config.max_num_seqs} sequences of {engine.limits.max_model_len} tokens"
+        _say(f"loaded in {engine.load_s:.1f} s, engine ready in {engine.prepare_s:.1f} s: {sizes}")
+        if args.host not in LOCAL and key is None:
+            _say(f"anyone who reaches {args.host} may use this server: there is no --api-key")
+        listening.listen()  # whoever reads the next line may come at once
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        _say(f"model {server.name!r} at http://{host}:{listening.getsockname()[1]}/v1 (Ctrl-C stops)")
+        app = make_app(engine, tokenizer, server)
+        options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(args.grace))
+        uvicorn.Server(options).run(sockets=[listening])
 
 
 def _listen(host: str, port: int) -> socket.socket:
