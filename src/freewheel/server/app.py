@@ -6,10 +6,10 @@ Tokenising and templating happen in threads, the model runs in a process of its 
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -48,6 +48,7 @@ from freewheel.server.replies import (
 )
 
 MOST_PROMPTS = 256  # of a request
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -164,35 +165,17 @@ class Service:
         if self.active + len(prompts) > self.config.max_requests:
             raise ApiError(429, "too many requests are waiting; try again later", headers={"Retry-After": "1"})
         self.active += len(prompts)
-        news: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue()
-
-        async def follow(number: int, prompt: Prompt) -> None:
-            try:
-                async with aclosing(self.engine.generate(prompt, params, priority=request.priority)) as outputs:
-                    async for output in outputs:
-                        news.put_nowait((number, output))
-                        if output.finished:
-                            self.metrics.ended(output)
-                news.put_nowait(None)
-            except Exception as error:
-                news.put_nowait(error)
-
         timeout = self.config.timeout
         ends = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        readers = [asyncio.create_task(follow(number, prompt)) for number, prompt in enumerate(prompts)]
         try:
-            left = len(readers)
-            while left:
-                async with asyncio.timeout_at(ends):  # of one wait: a stream's first is another task's than the rest
-                    item = await news.get()
-                if isinstance(item, tuple):
+            streams = [self.engine.generate(prompt, params, priority=request.priority) for prompt in prompts]
+            async with aclosing(merged(streams)) as outputs:
+                while (item := await before(ends, anext(outputs, None))) is not None:
+                    if item[1].finished:
+                        self.metrics.ended(item[1])
                     yield item
-                elif isinstance(item, BaseException):
-                    raise item
-                else:
-                    left -= 1
         except TimeoutError:
-            raise ApiError(504, f"the request took longer than {self.config.timeout:g} seconds") from None
+            raise ApiError(504, f"the request took longer than {timeout:g} seconds") from None
         except ValueError as error:
             message = renamed(str(error), request)
             raise ApiError(400, message, field_of(message, request)) from None
@@ -200,9 +183,6 @@ class Service:
             raise ApiError(503, str(error)) from None
         finally:
             self.active -= len(prompts)
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
 
     async def complete(self, request: CompletionRequest) -> Response:
         """``/v1/completions``."""
@@ -321,33 +301,34 @@ class Service:
         ended: set[tuple[int, int]] = set()
         latest: dict[int, RequestOutput] = {}
 
-        async def following() -> AsyncIterator[tuple[int, RequestOutput]]:
-            yield first
-            async for item in outputs:
-                yield item
-
         async with aclosing(outputs):
             try:
-                async for number, output in following():
+                item: tuple[int, RequestOutput] | None = first
+                while item is not None:
+                    number, output = item
                     latest[number] = output
                     for message in errors_of(output):
                         raise ApiError(500, message)
+                    more = {}
+                    if options is not None and options.continuous_usage_stats:
+                        more = {"usage": usage([output])}
+                    events: list[bytes] = []
                     for one in output.outputs:
                         key = number, one.index
                         if key not in progress:
                             progress[key] = Progress()
                             if begin is not None:
-                                yield event(answer.chunk([begin(one.index)]))
+                                events.append(event(answer.chunk([begin(one.index)])))
                         silent = not (one.delta or request.logprobs is not None or request.return_token_ids)
                         nothing = silent or len(one.token_ids) == progress[key].tokens
                         if key in ended or (nothing and not one.finish_reason):
                             continue
                         if one.finish_reason:
                             ended.add(key)
-                        more = {}
-                        if options is not None and options.continuous_usage_stats:
-                            more = {"usage": usage([output])}
-                        yield event(answer.chunk([choice(number, output, one, progress[key])], **more))
+                        events.append(event(answer.chunk([choice(number, output, one, progress[key])], **more)))
+                    if events:
+                        yield b"".join(events)
+                    item = await anext(outputs, None)
                 if counts:
                     yield event(answer.chunk([], usage=usage([latest[number] for number in sorted(latest)])))
             except ApiError as error:
@@ -410,9 +391,55 @@ async def while_there(request: Request, reply: Awaitable[Response]) -> Response:
         await asyncio.gather(making, leaving, return_exceptions=True)
 
 
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """What all of them yield as it comes, with the number of each. Left early, it closes them."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    news: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
+
+    async def follow(number: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    news.put_nowait((number, item))
+            news.put_nowait(None)
+        except Exception as error:
+            news.put_nowait(error)
+
+    readers = [asyncio.create_task(follow(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        left = len(readers)
+        while left:
+            item = await news.get()
+            if isinstance(item, tuple):
+                yield item
+            elif item is not None:
+                raise item
+            else:
+                left -= 1
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def before(ends: float | None, result: Awaitable[T]) -> T:
+    """Wait for it, until a time of the loop's clock at most: then TimeoutError is raised."""
+    if ends is None:
+        return await result
+    async with asyncio.timeout_at(ends):
+        return await result
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
 def event(value: Object) -> bytes:
     """A server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
+    return b"data: " + _encode(value).encode() + b"\n\n"
 
 
 def make_app(engine: Engine | EngineProcess, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
