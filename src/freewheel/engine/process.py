@@ -104,7 +104,8 @@ class EngineProcess:
         self.pid = self._process.pid
         self._messages = Messages()
         self._transport: asyncio.WriteTransport | None = None
-        self._socket.sendall(packed(Load(model, config, dtype, device, threads)))
+        with suppress(ConnectionError):  # if it has ended already, wait() says how
+            self._socket.sendall(packed(Load(model, config, dtype, device, threads)))
 
     def __enter__(self) -> "EngineProcess":
         return self
@@ -124,16 +125,17 @@ class EngineProcess:
                 :func:`freewheel.engine.build.build_engine` raise them.
             EngineDeadError: anything else came in between.
         """
-        while data := self._socket.recv(CHUNK):
-            for message in self._messages.add(data):
-                if isinstance(message, Loaded):
-                    self.limits, self.load_s, self.prepare_s = message
-                    return
-                assert isinstance(message, Refused)
-                error = message.kind(message.message)
-                if message.details:
-                    error.add_note(message.details)
-                raise error
+        with suppress(ConnectionError):
+            while data := self._socket.recv(CHUNK):
+                for message in self._messages.add(data):
+                    if isinstance(message, Loaded):
+                        self.limits, self.load_s, self.prepare_s = message
+                        return
+                    assert isinstance(message, Refused)
+                    error = message.kind(message.message)
+                    if message.details:
+                        error.add_note(message.details)
+                    raise error
         raise EngineDeadError(f"{self._ended()} before its model was loaded")
 
     async def start(self, deliver: Callable[[News], None]) -> None:
