@@ -23,11 +23,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from freewheel.config import EngineConfig
-from freewheel.engine.limits import Limits
 from freewheel.engine.loop import Close, EngineDeadError, Failed, News, Order, run
 from freewheel.models.errors import ModelError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # nothing that imports torch: it is the process that needs it soon
+    from freewheel.engine.limits import Limits
     from freewheel.models.load import DType
 
 PATIENCE = 5.0  # seconds that a process has for its last step
@@ -48,7 +48,7 @@ class Load:
 class Loaded(NamedTuple):
     """Its answer, with the seconds that it took to load the model, and to build and prepare the engine."""
 
-    limits: Limits
+    limits: "Limits"
     load_s: float
     prepare_s: float
 
@@ -77,7 +77,7 @@ class EngineProcess:
         limits, load_s, prepare_s: see :class:`Loaded`; there once it is loaded.
     """
 
-    limits: Limits
+    limits: "Limits"
     load_s: float
     prepare_s: float
 

@@ -45,17 +45,8 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
         ValueError: an option is wrong, or what the server is made of is not installed.
         ModelError: the model cannot be found, read or run.
     """
-    try:
-        import uvicorn
-
-        from freewheel.server.app import ServerConfig, make_app
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"serve: {error.name} is missing: install freewheel with its extra, as in pip install -e '.[server]'"
-        ) from None
     from freewheel.config import EngineConfig
     from freewheel.engine.process import EngineProcess
-    from freewheel.models.load import load_tokenizer
     from freewheel.models.store import resolve
 
     for name in ("max_requests", "max_body"):
@@ -68,19 +59,29 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     key = args.api_key if args.api_key is not None else os.environ.get("FREEWHEEL_API_KEY")
     if key == "":
         raise ValueError("api_key must not be empty")
-    server = ServerConfig(
-        name=args.served_model_name or args.model,
-        api_key=key,
-        max_requests=args.max_requests,
-        max_body=args.max_body,
-        timeout=args.timeout,
-        cors_origins=tuple(args.cors_origin or ()),
-    )
     listening = _listen(args.host, args.port)  # before a model is loaded in vain
     config = EngineConfig(max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs, **engine_options)
-    _say(f"loading {args.model} on {args.device}")
     path = resolve(args.model)
+    _say(f"loading {args.model} on {args.device}")
     with EngineProcess(path, config, dtype=args.dtype, device=args.device, threads=args.threads) as engine:
+        try:  # here, as it takes long, and the process is at work by now
+            import uvicorn
+
+            from freewheel.server.app import ServerConfig, make_app
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"serve: {error.name} is missing: install freewheel with its extra, as in pip install -e '.[server]'"
+            ) from None
+        from freewheel.models.load import load_tokenizer
+
+        server = ServerConfig(
+            name=args.served_model_name or args.model,
+            api_key=key,
+            max_requests=args.max_requests,
+            max_body=args.max_body,
+            timeout=args.timeout,
+            cors_origins=tuple(args.cors_origin or ()),
+        )
         tokenizer = load_tokenizer(path)
         engine.wait()
         sizes = f"up to {config.max_num_seqs} sequences of {engine.limits.max_model_len} tokens"
