@@ -3,9 +3,10 @@
 :class:`Request`, :class:`StepOutput` and :class:`Stats` are plain data: they can cross to another thread or process.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from freewheel.cache.radix import Node
@@ -82,6 +83,13 @@ class StepOutput:
     cached_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+
+    def __reduce__(self) -> tuple[type["StepOutput"], tuple[Any, ...]]:
+        """Pickled by position, which takes half the time and size that a dataclass takes by itself."""
+        return StepOutput, _fields(self)
+
+
+_fields = attrgetter(*(field.name for field in fields(StepOutput)))
 
 
 class Stats(NamedTuple):

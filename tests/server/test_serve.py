@@ -70,13 +70,14 @@ def test_who_is_being_answered_gets_the_rest_when_it_is_told_to_stop(tiny_model:
         httpx.get(f"{url}/health")
 
 
-def test_who_takes_too_long_is_left_behind(tiny_model: Path) -> None:
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGKILL])
+def test_who_takes_too_long_is_left_behind(tiny_model: Path, told: signal.Signals) -> None:
     with command(tiny_model, "--grace", "0", "--max-num-seqs", "1") as (url, process, _):
         body = {"prompt": "Hi", "max_tokens": 100, "n": 500, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as reply:
             next(reply.iter_lines())
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) in (0, -signal.SIGTERM)
+            process.send_signal(told)
+            assert process.wait(20) in (0, -told)
 
 
 def test_without_its_engine_it_says_so(tiny_model: Path) -> None:
