@@ -170,7 +170,11 @@ class Service:
         try:
             streams = [self.engine.generate(prompt, params, priority=request.priority) for prompt in prompts]
             async with aclosing(merged(streams)) as outputs:
-                while (item := await before(ends, anext(outputs, None))) is not None:
+                while True:
+                    coming = anext(outputs, None)
+                    item = await (coming if ends is None else before(ends, coming))
+                    if item is None:
+                        break
                     if item[1].finished:
                         self.metrics.ended(item[1])
                     yield item
@@ -426,10 +430,8 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
         await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def before(ends: float | None, result: Awaitable[T]) -> T:
+async def before(ends: float, result: Awaitable[T]) -> T:
     """Wait for it, until a time of the loop's clock at most: then TimeoutError is raised."""
-    if ends is None:
-        return await result
     async with asyncio.timeout_at(ends):
         return await result
 
