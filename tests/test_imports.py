@@ -87,6 +87,7 @@ def imported_by(code: str) -> set[str]:
         ("import freewheel.models.store", {"torch", "numpy", "huggingface_hub"}),
         ("import freewheel.sampling", {"tokenizers", "transformers", "huggingface_hub", "triton", "freewheel.engine"}),
         ("import freewheel.speculative", {"triton", "freewheel.sampling", "freewheel.engine"}),
+        ("import freewheel.engine.process", {"torch", "numpy", "tokenizers", "freewheel.engine.engine"}),
         ("import freewheel.llm", {"transformers", "huggingface_hub", "gguf", "scipy", "llguidance"}),
     ],
 )

@@ -214,24 +214,24 @@ def import_engine() -> None:
         import freewheel.llm  # noqa: F401
 
 
-def set_threads(args: argparse.Namespace) -> None:
-    """Let torch have the threads that were asked for."""
-    import torch
+def check_threads(threads: int | None) -> None:
+    """ValueError if there cannot be so many."""
+    most = 4 * (os.cpu_count() or 1)  # thousands could not even be started
+    if threads is not None and not 1 <= threads <= most:
+        from freewheel.sampling.params import shown
 
-    from freewheel.sampling.params import shown
-
-    if args.threads is not None:
-        most = 4 * (os.cpu_count() or 1)  # thousands could not even be started
-        if not 1 <= args.threads <= most:
-            raise ValueError(f"threads must be an integer from 1 to {most}, not {shown(args.threads)}")
-        torch.set_num_threads(args.threads)
+        raise ValueError(f"threads must be an integer from 1 to {most}, not {shown(threads)}")
 
 
 def load(args: argparse.Namespace) -> "tuple[LLM, dict[str, float]]":
     """The model that ``args`` names, and the seconds that imports (all since the command began) and loading took."""
+    import torch
+
     from freewheel.llm import LLM
 
-    set_threads(args)
+    check_threads(args.threads)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     given = {field: value for field, value in vars(args).items() if field in SPECULATION_OPTIONS}
     imported = time.perf_counter()
     with held_interrupts(at_once_too=True):  # a model that has to be fetched takes long
@@ -342,7 +342,7 @@ def run_serve(args: argparse.Namespace) -> None:
     """``freewheel serve``."""
     from freewheel.server import serve
 
-    set_threads(args)
+    check_threads(args.threads)
     serve.run(args, {field: value for field, value in vars(args).items() if field in SPECULATION_OPTIONS})
 
 
@@ -350,7 +350,7 @@ def run_bench_serve(args: argparse.Namespace) -> None:
     """``freewheel bench serve``."""
     from freewheel.bench import serving
 
-    set_threads(args)
+    check_threads(args.threads)
     serving.run(args, {field: value for field, value in vars(args).items() if field in SPECULATION_OPTIONS})
 
 

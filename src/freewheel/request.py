@@ -1,11 +1,12 @@
 """What goes into the engine, what comes out of it, and what it remembers in between.
 
-:class:`Request` and :class:`StepOutput` are plain data: they can cross to another thread or process.
+:class:`Request`, :class:`StepOutput` and :class:`Stats` are plain data: they can cross to another thread or process.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from freewheel.cache.radix import Node
@@ -43,6 +44,10 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     grammar: "CompiledGrammar | None" = field(default=None, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[type["Request"], tuple[Any, ...]]:
+        """Pickled without a compiled grammar, which belongs to its process."""
+        return Request, (self.request_id, self.prompt_ids, self.params, self.bad_word_ids, self.priority)
 
 
 class TokenLogprobs(NamedTuple):
@@ -87,6 +92,33 @@ class StepOutput:
     cached_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+
+    def __reduce__(self) -> tuple[type["StepOutput"], tuple[Any, ...]]:
+        """Pickled by position, which takes half the time and size that a dataclass takes by itself."""
+        return StepOutput, _fields(self)
+
+
+_fields = attrgetter(*(field.name for field in fields(StepOutput)))
+
+
+class Stats(NamedTuple):
+    """What an engine does at the moment, as far as those who watch it want to know.
+
+    Attributes:
+        running: sequences that hold a slot.
+        waiting: sequences that wait for one.
+        preemptions: how often one had to give up its slot, since the engine began.
+        pages: of the key-value cache.
+        pages_in_use: those of them that sequences hold; what the prefix cache alone keeps can be had at any time.
+        busy_seconds: how long there was a step on its way, since the engine began.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    pages: int = 0
+    pages_in_use: int = 0
+    busy_seconds: float = 0.0
 
 
 class Sequence:

@@ -1,4 +1,4 @@
-"""Grammars on a device: the masks of a step are made while its decoder runs. Without a device kernels are interpreted."""
+"""Grammars on a device, or with interpreted kernels: the masks of a step are made while its decoder runs."""
 
 from functools import lru_cache
 from pathlib import Path

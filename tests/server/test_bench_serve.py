@@ -23,7 +23,7 @@ from conftest import Served, serving
 
 from freewheel.bench import serving as bench
 from freewheel.bench.client import UNFINISHED, Address, Load, Outcome, Reply, Traffic, drive, read_events, read_reply
-from freewheel.bench.served import Options, generate, make_engine
+from freewheel.bench.served import LoadOptions, Options, generate
 from freewheel.bench.serving import Failure, Heartbeat, Result, Side, arrivals, compare, latency, summarise
 from freewheel.bench.workloads import WORDS, Shape, bodies, fitted
 from freewheel.cli import main
@@ -608,7 +608,9 @@ def test_an_engine_copies_the_logits_where_that_is_asked(
 
     monkeypatch.setattr(Sampler, "sample", listen)
     options = Options(str(tiny_model), "bfloat16", "cpu", None, None, 2, float32_logits=copied)
-    model, engine = make_engine(options, EngineConfig(max_num_seqs=2))
+    load = LoadOptions.of(options, EngineConfig(max_num_seqs=2))
+    model = load.load()
+    engine = load.build(model)
     (outcome,) = generate(model, engine, [{"model": "x", "stream": True, "prompt": [3, 4], "max_tokens": 5}])
     assert 1 <= outcome.tokens <= 5
     assert dtypes == {torch.float32 if copied else torch.bfloat16}

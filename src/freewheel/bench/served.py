@@ -19,18 +19,22 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from http.client import HTTPConnection
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from freewheel.bench.client import Address, Outcome, Traffic
+from freewheel.bench.shapes import dummy_model, id_tokenizer, shape_config
+from freewheel.engine.process import Load
+from freewheel.models.store import resolve
 
 if TYPE_CHECKING:
     from freewheel.config import EngineConfig
     from freewheel.engine.engine import Engine
     from freewheel.models.load import LoadedModel
+    from freewheel.models.tokenizer import Tokenizer
 
 RESULT = "result: "  # marks a line for who started the process
 GRACE = 10.0  # seconds to stop in
@@ -61,22 +65,35 @@ class Options:
     served_model_name: str | None = None
 
 
-def make_engine(options: Any, config: "EngineConfig") -> "tuple[LoadedModel, Engine]":
-    """Of :class:`Options`, or of a namespace with their fields."""
-    from freewheel.bench.shapes import dummy_model
-    from freewheel.bench.systems import float32_runner
-    from freewheel.engine.build import build_engine
-    from freewheel.models.load import load
+@dataclass(frozen=True)
+class LoadOptions(Load):
+    """What the engine's process loads."""
 
-    if options.shape:
-        dtype = options.dtype
-        if dtype == "auto":
-            dtype = "float32" if options.device == "cpu" else "bfloat16"
-        model = dummy_model(options.shape, dtype, options.device)
-    else:
-        model = load(options.model, dtype=cast(Any, options.dtype), device=options.device)
-    runner = float32_runner(config, model.decoder.device.type) if options.float32_logits else None
-    return model, build_engine(model, config, runner)
+    options: Options = field(kw_only=True)
+
+    @classmethod
+    def of(cls, options: Options, config: "EngineConfig") -> "LoadOptions":
+        """As these options say."""
+        model = Path(options.shape) if options.shape else resolve(options.model)
+        return cls(model, config, cast(Any, options.dtype), options.device, options.threads, options=options)
+
+    def load(self) -> "LoadedModel":
+        if not self.options.shape:
+            return super().load()
+        dtype = "float32" if self.device == "cpu" else "bfloat16"
+        return dummy_model(self.options.shape, dtype if self.dtype == "auto" else self.dtype, self.device)
+
+    def build(self, model: "LoadedModel") -> "Engine":
+        from freewheel.bench.systems import float32_runner
+        from freewheel.engine.build import build_engine
+
+        runner = float32_runner(self.config, model.decoder.device.type) if self.options.float32_logits else None
+        return build_engine(model, self.config, runner)
+
+    def tokenizer(self) -> "Tokenizer":
+        if not self.options.shape:
+            return super().tokenizer()
+        return id_tokenizer(shape_config(self.options.shape)["vocab_size"])
 
 
 @contextmanager
@@ -185,7 +202,9 @@ def _serve(options: Options) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop_without_benchmark, daemon=True).start()
-    serve.run(args, dict(options.engine or {}), make_engine)
+    from freewheel.bench.served import LoadOptions  # of this module by its name, for another process to find it
+
+    serve.run(args, dict(options.engine or {}), lambda config: LoadOptions.of(options, config))
 
 
 def _answer_offline(options: Options) -> None:
@@ -195,7 +214,9 @@ def _answer_offline(options: Options) -> None:
     config = EngineConfig(
         max_model_len=options.max_model_len, max_num_seqs=options.max_num_seqs, **(options.engine or {})
     )
-    model, engine = make_engine(options, config)
+    load = LoadOptions.of(options, config)
+    model = load.load()
+    engine = load.build(model)
     prepare(engine)
     print(RESULT + "null", flush=True)
     for line in sys.stdin:

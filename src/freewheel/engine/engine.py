@@ -3,7 +3,6 @@
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from itertools import islice
 from math import isnan
 from operator import attrgetter
@@ -15,11 +14,12 @@ from freewheel.cache.radix import Node, PrefixCache
 from freewheel.config import EngineConfig
 from freewheel.engine.buckets import BUCKETS, MAX_DRAFT_ROWS, most_drawn
 from freewheel.engine.drafting import DeviceDrafting, Drafting, Pace, StepTimes
+from freewheel.engine.limits import Limits
 from freewheel.engine.runner import Decoder, InFlight, Runner, Sampled, Span, StepResult
 from freewheel.engine.scheduler import Capacity, Entry, pages_for, plan
 from freewheel.engine.stopping import cut, max_length, stop_ids
 from freewheel.grammar import Compiler, Matcher
-from freewheel.request import FinishReason, Request, Sequence, StepOutput, TokenLogprobs
+from freewheel.request import FinishReason, Request, Sequence, Stats, StepOutput, TokenLogprobs
 from freewheel.sampling import Sampler, SamplingState, Status, choice_seed, random_seed
 from freewheel.sampling.params import shown
 from freewheel.speculative import NgramIndex, SpeculationMetrics
@@ -55,6 +55,7 @@ class Engine:
         grammars: compiles those of requests; None: there are no requests with one.
 
     Attributes:
+        limits: what it takes.
         runner: what it made.
         grammars: as given.
         lookahead: steps that are launched before the first of them is read; may change between steps.
@@ -86,9 +87,7 @@ class Engine:
         if config.speculation and pool.device.type != "cpu" and not kernels:
             raise ValueError("speculation must not be True on CUDA devices with fused=False: there kernels draft")
         self.config = config
-        self.max_model_len = max_model_len
         self.grammars = grammars
-        self._eos_token_ids = frozenset(eos_token_ids)
         self._pool = pool
         self._cache = PrefixCache(pool.num_pages, pool.page_size)
         self._state = SamplingState(
@@ -99,6 +98,13 @@ class Engine:
             drawn=most_drawn(config),
             device=pool.device,
             fused=config.uses_kernels(pool.device.type),
+        )
+        self.limits = Limits(
+            max_model_len,
+            vocab_size,
+            self._state.valid_vocab_size,
+            frozenset(eos_token_ids),
+            repeatable=config.draw != "multinomial",
         )
         self.runner = runner(decoder, pool, Sampler(self._state, draw=config.draw))
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -139,6 +145,11 @@ class Engine:
         return self._drafting and self._drafting.metrics
 
     @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence."""
+        return self.limits.max_model_len
+
+    @property
     def num_running(self) -> int:
         """Sequences that hold a slot."""
         return len(self._running)
@@ -149,14 +160,13 @@ class Engine:
         return len(self._waiting)
 
     @property
-    def num_pages(self) -> int:
-        """Pages of the key-value cache."""
-        return self._pool.num_pages
-
-    @property
-    def num_pages_in_use(self) -> int:
-        """Those of them that sequences hold; what the prefix cache alone keeps can be had at any time."""
-        return self._pool.num_pages - self._cache.available
+    def stats(self) -> Stats:
+        """What it does now, for those who watch."""
+        pages = self._pool.num_pages
+        return Stats(
+            len(self._running), len(self._waiting), self.preemptions, pages, pages - self._cache.available,
+            self.busy_seconds,
+        )  # fmt: skip
 
     @property
     def busy_seconds(self) -> float:
@@ -164,73 +174,26 @@ class Engine:
         seconds, since = self._busy
         return seconds if since is None else seconds + perf_counter() - since
 
-    def validate(self, request: Request) -> Request:
-        """Check a request against model, cache and configuration. Safe to call from any thread.
-
-        Returns:
-            It, with its grammar compiled, which may take seconds.
-
-        Raises:
-            ValueError: naming what is wrong. Nothing that passes can fail later for what it asks, but for a grammar
-                that grows too large on the way.
-        """
-        prompt, params = request.prompt_ids, request.params
-        valid = self._state.valid_vocab_size
-        if not prompt:
-            raise ValueError("prompt is empty: at least one token is needed")
-        if max(prompt) >= valid or min(prompt) < 0:
-            bad = next(token for token in prompt if not 0 <= token < valid)
-            raise ValueError(f"prompt_token_ids has id {shown(bad)}, but the vocabulary has only {valid} tokens")
-        room = self.max_model_len - len(prompt)
-        if room < 0:
-            raise ValueError(f"prompt has {len(prompt)} tokens, the longest sequence is {self.max_model_len}")
-        if room == 0 and params.max_tokens != 0:
-            raise ValueError(
-                f"prompt has {len(prompt)} tokens and leaves no room for output: the longest sequence is "
-                f"{self.max_model_len} (max_tokens=0 only scores the prompt)"
-            )
-        if params.min_tokens > room:
-            raise ValueError(
-                f"min_tokens ({params.min_tokens}) exceeds the {room} tokens that the prompt leaves room for"
-            )
-        if params.seed is not None and self.config.draw == "multinomial":
-            raise ValueError("seed must be None: this engine draws by multinomial, which cannot be repeated")
-        params.check_vocabulary(valid, request.bad_word_ids, self._end_ids(stop_ids(params, self._eos_token_ids)))
-        return self._compiled(request)
-
-    def _compiled(self, request: Request) -> Request:
-        grammar = request.params.grammar
-        if grammar is None or request.params.max_tokens == 0:
-            return request
-        if self.grammars is None:
-            raise ValueError("grammar must be None: this engine knows no texts")
-        try:
-            return replace(request, grammar=self.grammars.compile(grammar))
-        except ValueError:
-            raise
-        except Exception as error:
-            raise ValueError(f"grammar cannot be compiled: {type(error).__name__}: {error}") from error
-
     def add(self, request: Request, *, checked: bool = False) -> None:
         """Queue a request.
 
         Args:
             request: its ``request_id`` differs from those of all unfinished requests.
-            checked: it is what :meth:`validate` returned, which need not be repeated.
+            checked: it is what :meth:`Limits.validate` returned, which need not be repeated.
 
         Raises:
-            ValueError: see :meth:`validate`, or its ``request_id`` is in use.
+            ValueError: see :meth:`Limits.validate`, or its ``request_id`` is in use.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request_id {shown(request.request_id)} is in use")
         if not checked:
-            request = self.validate(request)
+            request = self.limits.validate(request, self.grammars)
         params = request.params
         seed = params.seed
         if seed is None:
             seed = random_seed() if self.config.seed is None else choice_seed(self.config.seed, self._added)
         prompt = list(request.prompt_ids)
-        stops = stop_ids(params, self._eos_token_ids)  # like the prompt, one for all choices: it may be long
+        stops = stop_ids(params, self.limits.eos_token_ids)  # like the prompt, one for all choices: it may be long
         sequences = [
             Sequence(
                 request,
@@ -471,9 +434,7 @@ class Engine:
                     needs.append((sequence, min(end + ahead * size, sequence.max_length)))
             guess, follows = guessing and self._most_nodes(sequence) > 0, sequence.slack > 0
             if nodes or guess or follows:
-                span = Span(
-                    slot, start, 1, True, nodes=nodes, guess=guess, follows=follows, matcher=_active(sequence)
-                )
+                span = Span(slot, start, 1, True, nodes=nodes, guess=guess, follows=follows, matcher=_active(sequence))
                 rows[i] = _Row(sequence, span, sequence.stay)
         if needs:
             self._secure(needs)
@@ -560,7 +521,7 @@ class Engine:
 
     def _end_ids(self, stops: Iterable[int]) -> list[int]:
         """What ``min_tokens`` holds back: all that ends a sequence, and the model's ends even if they are ignored."""
-        return [*self._eos_token_ids.union(stops)]
+        return [*self.limits.eos_token_ids.union(stops)]
 
     def _secure(self, needs: Iterable[tuple[Sequence, int]]) -> None:
         """Make sure of pages for the first tokens, so many, of each sequence."""

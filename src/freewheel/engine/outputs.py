@@ -6,8 +6,8 @@ Names and fields follow vLLM's offline API, so that code moves over easily.
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
 from freewheel.engine.detokenize import Detokenizer, StopStrings
 from freewheel.request import FinishReason, Request, StepOutput, TokenLogprobs
@@ -72,6 +72,11 @@ class RequestMetrics:
     cached_tokens: int = 0
     output_tokens: int = 0
     speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+
+    def snapshot(self) -> Self:
+        """A copy."""
+        speculation = SpeculationMetrics(**vars(self.speculation))
+        return type(self)(**{**vars(self), "speculation": speculation})
 
 
 @dataclass(frozen=True)
@@ -194,7 +199,7 @@ class Reply:
             self._prompt_logprobs,
             [choice.take() for choice in self._choices],
             self.finished,
-            replace(self.metrics, speculation=replace(self.metrics.speculation)),
+            self.metrics.snapshot(),
         )
 
 

@@ -1,6 +1,6 @@
 """The application: routes, limits, and the stream of a reply.
 
-Tokenising and templating happen in threads, the model runs in the engine's own: the event loop is for HTTP alone.
+Tokenising and templating happen in threads, the model runs in a process of its own: the event loop is for HTTP alone.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -21,7 +21,8 @@ from freewheel import __version__
 from freewheel.engine.async_engine import AsyncEngine, EngineDeadError
 from freewheel.engine.engine import Engine
 from freewheel.engine.inputs import Prompt
-from freewheel.engine.outputs import CompletionOutput, RequestOutput
+from freewheel.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from freewheel.engine.process import EngineProcess
 from freewheel.models.tokenizer import Tokenizer
 from freewheel.sampling import SamplingParams
 from freewheel.server.assets import page_routes
@@ -50,6 +51,7 @@ from freewheel.server.replies import (
 from freewheel.server.tools import Tool, told
 
 MOST_PROMPTS = 256  # of a request
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -138,12 +140,12 @@ class Service:
         active: prompts that run or wait.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine | EngineProcess, tokenizer: Tokenizer, config: ServerConfig) -> None:
         self.engine = AsyncEngine(engine, tokenizer)
         self.tokenizer, self.config = tokenizer, config
-        self.max_model_len = engine.max_model_len
+        self.max_model_len = engine.limits.max_model_len
         self.active = 0
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(self.engine)
 
     def check_model(self, name: str | None) -> None:
         """ApiError where it is another one."""
@@ -166,36 +168,23 @@ class Service:
         if self.active + len(prompts) > self.config.max_requests:
             raise ApiError(429, "too many requests are waiting; try again later", headers={"Retry-After": "1"})
         self.active += len(prompts)
-        news: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue()
-
-        async def follow(number: int, prompt: Prompt) -> None:
-            try:
-                before = None
-                async with aclosing(self.engine.generate(prompt, params, priority=request.priority)) as outputs:
-                    async for output in outputs:
-                        news.put_nowait((number, output))
-                        self.metrics.observe(output, before)
-                        before = output.metrics
-                news.put_nowait(None)
-            except Exception as error:
-                news.put_nowait(error)
-
         timeout = self.config.timeout
         ends = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        readers = [asyncio.create_task(follow(number, prompt)) for number, prompt in enumerate(prompts)]
         try:
-            left = len(readers)
-            while left:
-                async with asyncio.timeout_at(ends):  # of one wait: a stream's first is another task's than the rest
-                    item = await news.get()
-                if isinstance(item, tuple):
+            streams = [self.engine.generate(prompt, params, priority=request.priority) for prompt in prompts]
+            counted: dict[int, RequestMetrics] = {}
+            async with aclosing(merged(streams)) as outputs:
+                while True:
+                    coming = anext(outputs, None)
+                    item = await (coming if ends is None else before(ends, coming))
+                    if item is None:
+                        break
+                    number, output = item
+                    self.metrics.observe(output, counted.get(number))
+                    counted[number] = output.metrics
                     yield item
-                elif isinstance(item, BaseException):
-                    raise item
-                else:
-                    left -= 1
         except TimeoutError:
-            raise ApiError(504, f"the request took longer than {self.config.timeout:g} seconds") from None
+            raise ApiError(504, f"the request took longer than {timeout:g} seconds") from None
         except ValueError as error:
             message = renamed(str(error), request)
             raise ApiError(400, message, field_of(message, request)) from None
@@ -203,9 +192,6 @@ class Service:
             raise ApiError(503, str(error)) from None
         finally:
             self.active -= len(prompts)
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
 
     async def complete(self, request: CompletionRequest) -> Response:
         """``/v1/completions``."""
@@ -332,33 +318,34 @@ class Service:
         ended: set[tuple[int, int]] = set()
         latest: dict[int, RequestOutput] = {}
 
-        async def following() -> AsyncIterator[tuple[int, RequestOutput]]:
-            yield first
-            async for item in outputs:
-                yield item
-
         async with aclosing(outputs):
             try:
-                async for number, output in following():
+                item: tuple[int, RequestOutput] | None = first
+                while item is not None:
+                    number, output = item
                     latest[number] = output
                     for message in errors_of(output):
                         raise ApiError(500, message)
+                    more = {}
+                    if options is not None and options.continuous_usage_stats:
+                        more = {"usage": usage([output])}
+                    events: list[bytes] = []
                     for one in output.outputs:
                         key = number, one.index
                         if key not in progress:
                             progress[key] = Progress()
                             if begin is not None:
-                                yield event(answer.chunk([begin(one.index)]))
+                                events.append(event(answer.chunk([begin(one.index)])))
                         silent = not (one.delta or request.logprobs is not None or request.return_token_ids)
                         nothing = silent or len(one.token_ids) == progress[key].tokens
                         if key in ended or (nothing and not one.finish_reason):
                             continue
                         if one.finish_reason:
                             ended.add(key)
-                        more = {}
-                        if options is not None and options.continuous_usage_stats:
-                            more = {"usage": usage([output])}
-                        yield event(answer.chunk([choice(number, output, one, progress[key])], **more))
+                        events.append(event(answer.chunk([choice(number, output, one, progress[key])], **more)))
+                    if events:
+                        yield b"".join(events)
+                    item = await anext(outputs, None)
                 if counts:
                     yield event(answer.chunk([], usage=usage([latest[number] for number in sorted(latest)])))
             except ApiError as error:
@@ -438,13 +425,57 @@ async def while_there(request: Request, reply: Awaitable[Response]) -> Response:
         await asyncio.gather(making, leaving, return_exceptions=True)
 
 
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """What all of them yield as it comes, with the number of each. Left early, it closes them."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    news: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
+
+    async def follow(number: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    news.put_nowait((number, item))
+            news.put_nowait(None)
+        except Exception as error:
+            news.put_nowait(error)
+
+    readers = [asyncio.create_task(follow(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        left = len(readers)
+        while left:
+            item = await news.get()
+            if isinstance(item, tuple):
+                yield item
+            elif item is not None:
+                raise item
+            else:
+                left -= 1
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def before(ends: float, result: Awaitable[T]) -> T:
+    """Wait for it, until a time of the loop's clock at most: then TimeoutError is raised."""
+    async with asyncio.timeout_at(ends):
+        return await result
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
 def event(value: Object) -> bytes:
     """A server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
+    return b"data: " + _encode(value).encode() + b"\n\n"
 
 
-def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """The application. The engine is its own from here on, prepared, and runs while the application does."""
+def make_app(engine: Engine | EngineProcess, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
+    """The application. The engine is its own from here on, prepared or loaded, and runs while the application does."""
     service = Service(engine, tokenizer, config)
 
     @asynccontextmanager

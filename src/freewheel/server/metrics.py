@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from freewheel.engine.engine import Engine
+from freewheel.engine.async_engine import AsyncEngine
 from freewheel.engine.outputs import RequestMetrics, RequestOutput
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -11,7 +11,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 class Metrics:
     """Counts of all prompts since the server began, and what the engine does now."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: AsyncEngine) -> None:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter("freewheel_requests", "Prompts that ended", ["reason"], registry=registry)
         self._refused = Counter("freewheel_refused", "Requests that were refused", ["status"], registry=registry)
@@ -26,12 +26,12 @@ class Metrics:
         self._whole = Histogram("freewheel_request_seconds", "From arrival to the end", **times)
         self._each = Histogram("freewheel_output_token_seconds", "Per token after the first, by request", **times)
         for name, text, number in (
-            ("freewheel_running", "Sequences that hold a slot", lambda: engine.num_running),
-            ("freewheel_waiting", "Sequences that wait for one", lambda: engine.num_waiting),
-            ("freewheel_preemptions", "How often a sequence had to give up its slot", lambda: engine.preemptions),
-            ("freewheel_pages", "Pages of the key-value cache", lambda: engine.num_pages),
-            ("freewheel_pages_in_use", "Pages that sequences hold", lambda: engine.num_pages_in_use),
-            ("freewheel_busy_seconds", "How long steps were on their way", lambda: engine.busy_seconds),
+            ("freewheel_running", "Sequences that hold a slot", lambda: engine.stats.running),
+            ("freewheel_waiting", "Sequences that wait for one", lambda: engine.stats.waiting),
+            ("freewheel_preemptions", "How often a sequence had to give up its slot", lambda: engine.stats.preemptions),
+            ("freewheel_pages", "Pages of the key-value cache", lambda: engine.stats.pages),
+            ("freewheel_pages_in_use", "Pages that sequences hold", lambda: engine.stats.pages_in_use),
+            ("freewheel_busy_seconds", "How long steps were on their way", lambda: engine.stats.busy_seconds),
         ):
             Gauge(name, text, registry=registry).set_function(number)
 
