@@ -184,7 +184,7 @@ class Engine:
         if grammar is None or request.params.max_tokens == 0:
             return request
         if self._state.tables is not None or self._pool.device.type != "cpu":
-            raise ValueError(f"grammar must be None on device {str(self._pool.device)!r}: only CPUs take one yet")
+            raise ValueError(f"grammar must be None on device {str(self._pool.device)!r}: kernels take none yet")
         if self.grammars is None:
             raise ValueError("grammar must be None: this engine knows no texts")
         try:
