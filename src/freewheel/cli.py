@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from freewheel import __version__
@@ -19,7 +20,7 @@ from freewheel.models.store import DEFAULT_MODEL
 if TYPE_CHECKING:
     from freewheel.engine.outputs import RequestOutput
     from freewheel.llm import LLM
-    from freewheel.sampling import SamplingParams
+    from freewheel.sampling import Grammar, SamplingParams
 
 Type = Callable[[str], Any]
 
@@ -58,7 +59,14 @@ SAMPLING_OPTIONS: dict[str, tuple[Type | None, str, str]] = {
     "prompt_logprobs": (int, "N", "the same for the prompt's tokens, always the model's own"),
     "logprobs_mode": (str, "MODE", "of --logprobs: raw, the model's own (default), or processed, after all parameters"),
 }
-REPEATED = {"logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids"}
+# What the output has to look like; one of these at most.
+OUTPUT_OPTIONS: dict[str, tuple[Type | None, str, str]] = {
+    "json_schema": (str, "FILE", "answer in JSON that the schema in FILE describes"),
+    "regex": (str, "PATTERN", "answer with what the expression matches"),
+    "choice": (str, "TEXT", "answer with one of these texts"),
+    "grammar": (str, "FILE", "answer with what the context-free grammar in FILE derives, in Lark's notation or GBNF"),
+}
+REPEATED = {"logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "choice"}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (generate, chat):
         add_model_options(command)
         add_options(command, "sampling", SAMPLING_OPTIONS)
+        add_options(command, "output", OUTPUT_OPTIONS)
         add_options(command, "speculation", SPECULATION_OPTIONS)
 
     serve = commands.add_parser("serve", help="answer over HTTP, with OpenAI's interface")
@@ -187,7 +196,27 @@ def sampling_params(args: argparse.Namespace) -> "SamplingParams":
     given = {field: value for field, value in vars(args).items() if field in SAMPLING_OPTIONS}
     if "logit_bias" in given:
         given["logit_bias"] = tuple(given["logit_bias"])
+    given["grammar"] = output_grammar({name: value for name, value in vars(args).items() if name in OUTPUT_OPTIONS})
     return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, "temperature": 0.0, **given})
+
+
+def output_grammar(given: dict[str, Any]) -> "Grammar | None":
+    """What the output has to look like, by the options that were given."""
+    from freewheel.sampling import Grammar
+
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} cannot be combined")
+    for name, value in given.items():
+        if name == "regex":
+            return Grammar.regex(value)
+        if name == "choice":
+            return Grammar.choice(value)
+        try:
+            text = Path(value).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{name}: {value} cannot be read: {error}") from None
+        return Grammar.cfg(text) if name == "grammar" else Grammar.json_schema(text)
+    return None
 
 
 def standard_input() -> TextIO:

@@ -355,6 +355,19 @@ def test_a_draft_that_goes_too_far_spoils_nothing(compiler: Compiler, tokenizer:
     assert not permitted(at)
 
 
+LONG = ['start: "' + '\\"' * 60_000, "\n" * 120_000, "a" * 120_000, "/" * 120_000, "start: /" + "\\/" * 60_000]
+LONG += ["start[" * 20_000, "root ::= " + '"a" | ' * 3_000 + "(", "root ::= [" * 12_000, "root ::= " + "a" * 100_000]
+
+
+@pytest.mark.parametrize("tokenizer", ["byte-level"], indirect=True)
+@pytest.mark.parametrize("text", LONG, ids=range(len(LONG)))
+def test_no_text_takes_long_to_refuse(compiler: Compiler, text: str) -> None:
+    began = time.process_time()
+    with pytest.raises(ValueError, match=r"^grammar"):
+        compiler.compile(Grammar.cfg(text))
+    assert time.process_time() - began < 10
+
+
 def test_the_library_s_absence_has_a_clear_error(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

@@ -2,13 +2,16 @@
 
 import json
 import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
 import openai
 import pytest
-from conftest import Served
+from conftest import Served, serving
 from pydantic import BaseModel
 
 TURNS: list[Any] = [{"role": "user", "content": "Hello there"}]
@@ -159,3 +162,38 @@ def test_a_failing_compiler_is_one_request_s_error(served: Served, monkeypatch: 
             complete(served, "chat", False, regex="[a-c]{3}x")
         assert complete(served, "chat", False, max_tokens=3)[2] == 3
     assert re.fullmatch("[a-c]{3}x", complete(served, "chat", False, regex="[a-c]{3}x")[0])
+
+
+def test_answers_parse_at_any_concurrency_with_drafts(tiny_model: Path) -> None:
+    """Each answer is the one that comes alone, whoever else asks."""
+    schema = {**SCHEMA, "x": "an annotation"}  # compiled anew
+    with serving(tiny_model, {"speculation": True, "draft_width": 2}) as server:
+
+        def ask(seed: int) -> str:
+            form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+            kind = ("chat", "completion")[seed % 2]
+            text, reason, _ = complete(server, kind, seed % 3 == 0, seed=seed, response_format=form, max_tokens=200)
+            assert reason == "stop"
+            return text
+
+        alone = [ask(seed) for seed in range(12)]
+        for text in alone:
+            jsonschema.validate(json.loads(text), SCHEMA)
+        with ThreadPoolExecutor(12) as threads:
+            assert list(threads.map(ask, range(12))) == alone
+
+
+def test_ends_are_those_of_model_and_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
+    """The configuration names one end and the tokenizer another: both are legal after two digits, and only then."""
+    folder = shutil.copytree(tiny_model, tmp_path / "two-ends")
+    config = json.loads((folder / "config.json").read_text())
+    both = {config["eos_token_id"], config["eos_token_id"] - 1}
+    config["eos_token_id"] -= 1
+    (folder / "config.json").write_text(json.dumps(config))
+    with serving(folder) as server:
+        assert server.service.tokenizer.eos_token_ids == both
+        for end in both:
+            for pattern, length in ((r"\d{2}", 2), (r"\d{2}( \d+)*", 2)):
+                body = {"regex": pattern, "logit_bias": {str(end): 50.0}, "max_tokens": 40}
+                text, reason, _ = complete(server, "completion", False, **body)
+                assert (len(text), reason) == (length, "stop")

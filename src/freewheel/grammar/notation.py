@@ -19,9 +19,10 @@ WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 # The automaton has a state for each remainder.
 MAX_MULTIPLE = 2**12
 
-# Comments, strings and expressions of Lark's notation.
-_OPAQUE = re.compile(r'//[^\n]*|#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
-_ATTRIBUTES = re.compile(r"^\s*[?!]?\w+\s*\[[^\]\n]*\]\s*:", re.MULTILINE)
+# Comments, strings and expressions of Lark's notation. What is not closed ends with its line, so that each character is
+# looked at once.
+_OPAQUE = re.compile(r'//[^\n]*|#[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])+/?')
+_ATTRIBUTES = re.compile(r"^[ \t]*[?!]?\w+[ \t]*\[[^\]\n]*\][ \t]*:", re.MULTILINE)
 
 
 class GrammarError(ValueError):

@@ -23,6 +23,9 @@ CHUNK = 2**20
 # So many logits are copied while one more call, for the rows that are neighbours, is made.
 CALL = 2**14
 
+# What to add to the logits of eight ids, by the byte that permits some of them.
+_FORBIDS = torch.log(torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], 1, bitorder="little")))
+
 _EDITED = 1 << 16  # beside the constants of the state's needs
 
 
@@ -216,10 +219,11 @@ class Sampler:
         values = logits.to(torch.float32, copy=True)
         sick = ~(values.amax(1) < torch.inf)
         if rows.masks is not None and rows.mask_rows is not None:
-            masked = (mask_rows := rows.mask_rows[at]) >= 0
-            bits = np.unpackbits(rows.masks[mask_rows[masked]].cpu().numpy().view(np.uint8), 1, bitorder="little")
-            forbidden = torch.from_numpy(bits[:, : values.shape[1]] == 0).to(values.device)
-            values[masked] = values[masked].masked_fill_(forbidden, -torch.inf)
+            forbids = _FORBIDS.to(values.device)
+            for row, mask in zip(values, rows.mask_rows[at].tolist()):
+                if mask >= 0:  # a table, as masked_fill takes seven times as long where bits are mixed
+                    bits = rows.masks[mask].view(torch.uint8).int().to(values.device)
+                    row += forbids.index_select(0, bits).view(-1)[: len(row)]
         paths = None if rows.paths is None else rows.paths[at]
         transform(self.state, values, rows.slots[at], rows.positions[at], paths)
         if sick.any():  # a mask must not hide it

@@ -358,7 +358,7 @@ class CallReader:
 
     def _tail(self, last: bool) -> Iterator[tuple[str, int, str]]:
         """What follows the arguments: more calls, the end of this one, or the end of the text."""
-        more = re.match(r"\s*\}\s*,?\s*(?=\{)", self._text)
+        more = re.match(r"\s*\}\s*(?:,\s*)?(?=\{)", self._text)
         if more and (self._bare or self._wrapped):
             self._text, self._state = self._text[more.end() :], "head"
         elif self._wrapped:
