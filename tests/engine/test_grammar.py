@@ -100,20 +100,20 @@ class TestSameTokens:
         assert_empty(engine)
 
     @pytest.mark.parametrize("speculation", [False, True])
-    @pytest.mark.parametrize("page_size", [1, 16])
+    @pytest.mark.parametrize("page_size", [1, 8])
     def test_after_preemption(self, requests: list[Request], expected: dict, page_size: int, speculation: bool) -> None:
         engine = make(
-            slots=16, pages=80 // page_size, page_size=page_size, budget=24, lookahead=1, speculation=speculation,
+            slots=16, pages=64 // page_size, page_size=page_size, budget=24, lookahead=1, speculation=speculation,
             **(DRAFTS[1] if speculation else {}),
         )  # fmt: skip
         assert results(run(engine, requests)) == expected
-        assert engine.preemptions > 0 or (speculation and page_size == 16)  # five pages, and sequences end soon
+        assert engine.preemptions > 0
         assert_empty(engine)
 
     @pytest.mark.parametrize("speculation", [False, True])
     def test_with_neighbours_that_come_and_go(self, expected: dict, requests: list[Request], speculation: bool) -> None:
         rng = random.Random(1)
-        engine = make(slots=6, pages=60, budget=40, lookahead=1, speculation=speculation)
+        engine = make(slots=6, pages=60, budget=24, lookahead=1, speculation=speculation)
         queue, collected, noise = list(requests), {}, 0
         while queue or engine.has_unfinished:
             if queue and rng.random() < 0.5:
@@ -278,13 +278,6 @@ def test_engines_that_know_no_grammar_refuse_one_by_name() -> None:
         engine.add(make_request("a", [1], grammar=Grammar.regex("a")))
     with pytest.raises(ValueError, match=r"^grammar must be a Grammar"):
         SamplingParams(grammar="a")  # type: ignore[arg-type]
-
-
-def test_devices_whose_kernels_draw_refuse_one_by_name() -> None:
-    engine = make()
-    engine._state.tables = object()  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"^grammar must be None on device 'cpu': kernels take none"):
-        engine.validate(make_request("a", [1], grammar=Grammar.regex("a")))
 
 
 def test_forced_texts_are_drafted_though_nothing_like_them_came_before() -> None:
