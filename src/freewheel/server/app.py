@@ -5,22 +5,21 @@ Tokenising and templating happen in threads, the model runs in the engine's own:
 
 import asyncio
 import hmac
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from freewheel import __version__
 from freewheel.engine.async_engine import AsyncEngine, EngineDeadError
 from freewheel.engine.engine import Engine
-from freewheel.engine.inputs import Prompt
+from freewheel.engine.inputs import Prompt, TokensPrompt
 from freewheel.engine.outputs import CompletionOutput, RequestOutput
 from freewheel.models.tokenizer import Tokenizer
 from freewheel.sampling import SamplingParams
@@ -29,6 +28,7 @@ from freewheel.server.metrics import Metrics
 from freewheel.server.protocol import (
     Body,
     ChatCompletionRequest,
+    Completed,
     CompletionRequest,
     DetokenizeRequest,
     Sampled,
@@ -42,9 +42,11 @@ from freewheel.server.replies import (
     Progress,
     chat_logprobs,
     completion_logprobs,
-    errors_of,
+    event,
     usage,
 )
+from freewheel.server.responses import ResponsesRequest, respond
+from freewheel.server.streams import Outputs, Stream, begun, following, last
 
 MOST_PROMPTS = 256  # of a request
 
@@ -147,14 +149,12 @@ class Service:
         if name is not None and name != self.config.name:
             raise ApiError(404, f"model {name[:100]!r} does not exist: this server has {self.config.name!r}", "model")
 
-    def params(self, request: CompletionRequest | ChatCompletionRequest) -> SamplingParams:
+    def params(self, request: Sampled) -> SamplingParams:
         """ApiError names the field that is wrong."""
         with naming(request):
             return request.sampling_params()
 
-    async def run(
-        self, prompts: list[Prompt], params: SamplingParams, request: Sampled
-    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def run(self, prompts: Sequence[Prompt], params: SamplingParams, request: Sampled) -> Outputs:
         """The outputs of all prompts as they come, with the number of each. Left early, it aborts what is unfinished.
 
         Raises:
@@ -163,18 +163,19 @@ class Service:
         if self.active + len(prompts) > self.config.max_requests:
             raise ApiError(429, "too many requests are waiting; try again later", headers={"Retry-After": "1"})
         self.active += len(prompts)
-        news: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue()
+        # One item, so that a client that reads slowly gets several steps' news in one.
+        news: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue(1)
 
         async def follow(number: int, prompt: Prompt) -> None:
             try:
                 async with aclosing(self.engine.generate(prompt, params, priority=request.priority)) as outputs:
                     async for output in outputs:
-                        news.put_nowait((number, output))
                         if output.finished:
                             self.metrics.ended(output)
-                news.put_nowait(None)
+                        await news.put((number, output))
+                await news.put(None)
             except Exception as error:
-                news.put_nowait(error)
+                await news.put(error)
 
         timeout = self.config.timeout
         ends = None if timeout is None else asyncio.get_running_loop().time() + timeout
@@ -234,13 +235,14 @@ class Service:
                 made |= {"token_ids": ids, "prompt_token_ids": output.prompt_token_ids if first else None}
             return made
 
-        return await self._reply(request, list(prompts), params, answer, choice, None)
+        return await self._reply(request, prompts, params, answer, choice, None)
 
     async def chat(self, request: ChatCompletionRequest) -> Response:
         """``/v1/chat/completions``."""
         self.check_model(request.model)
         params = self.params(request)
-        prompt = await self._templated(request.messages, request, **request.chat_template_kwargs)
+        turns = [message.templated() for message in request.messages]
+        prompt = await self.templated("messages", turns, request.add_generation_prompt, request.chat_template_kwargs)
         answer = Answer("chat.completion", "chatcmpl", self.config.name)
 
         def choice(number: int, output: RequestOutput, one: CompletionOutput, progress: Progress) -> Object:
@@ -260,24 +262,23 @@ class Service:
 
         return await self._reply(request, [prompt], params, answer, choice, begin)
 
-    async def _templated(self, messages: Any, request: Any, **variables: Any) -> Prompt:
-        def render() -> Prompt:
-            turns = [message.templated() for message in messages]
-            if clash := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
-                raise ValueError(f"chat_template_kwargs must not have {sorted(clash)[0]}")
-            options = {"add_generation_prompt": request.add_generation_prompt, **variables}
-            ids, text = self.tokenizer.encode_chat(turns, **options)
-            return {"prompt_token_ids": ids, "prompt": text}
-
+    async def templated(
+        self, field: str, turns: list[Object], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> TokensPrompt:
+        """A conversation as the model's template writes it; ``field`` is where the client gave it."""
+        if clash := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
+            raise ApiError(400, f"chat_template_kwargs must not have {sorted(clash)[0]}", "chat_template_kwargs")
+        options = {"add_generation_prompt": add_generation_prompt, **variables}
         try:
-            return await asyncio.to_thread(render)
+            ids, text = await asyncio.to_thread(self.tokenizer.encode_chat, turns, **options)
         except ValueError as error:
-            raise ApiError(400, f"messages: {error}", "messages") from None
+            raise ApiError(400, f"{field}: {error}", field) from None
+        return {"prompt_token_ids": ids, "prompt": text}
 
     async def _reply(
         self,
-        request: CompletionRequest | ChatCompletionRequest,
-        prompts: list[Prompt],
+        request: Completed,
+        prompts: Sequence[Prompt],
         params: SamplingParams,
         answer: Answer,
         choice: Callable[[int, RequestOutput, CompletionOutput, Progress], Object],
@@ -285,30 +286,19 @@ class Service:
     ) -> Response:
         outputs = self.run(prompts, params, request)
         if not request.stream:
-            last: dict[int, RequestOutput] = {}
-            async with aclosing(outputs):
-                async for number, output in outputs:
-                    last[number] = output
-            done = [last[number] for number in range(len(prompts))]
-            for message in (error for output in done for error in errors_of(output)):
-                raise ApiError(500, message)
+            done = await last(outputs)
             choices = [
                 choice(number, output, one, Progress()) for number, output in enumerate(done) for one in output.outputs
             ]
             return JSONResponse(answer.whole(choices, done))
-        # The first output is waited for here: what is wrong with the request has its own status then.
-        first = await anext(outputs)
-        for message in errors_of(first[1]):
-            raise ApiError(500, message)
-        return StreamingResponse(
-            self._events(request, outputs, first, answer, choice, begin), media_type="text/event-stream"
-        )
+        first = await begun(outputs)
+        return Stream(self._events(request, following(first, outputs), params, answer, choice, begin), outputs)
 
     async def _events(
         self,
-        request: CompletionRequest | ChatCompletionRequest,
-        outputs: AsyncGenerator[tuple[int, RequestOutput], None],
-        first: tuple[int, RequestOutput],
+        request: Completed,
+        outputs: AsyncIterator[tuple[int, RequestOutput]],
+        params: SamplingParams,
         answer: Answer,
         choice: Callable[[int, RequestOutput, CompletionOutput, Progress], Object],
         begin: Callable[[int], Object] | None,
@@ -320,38 +310,30 @@ class Service:
         ended: set[tuple[int, int]] = set()
         latest: dict[int, RequestOutput] = {}
 
-        async def following() -> AsyncIterator[tuple[int, RequestOutput]]:
-            yield first
-            async for item in outputs:
-                yield item
-
-        async with aclosing(outputs):
-            try:
-                async for number, output in following():
-                    latest[number] = output
-                    for message in errors_of(output):
-                        raise ApiError(500, message)
-                    for one in output.outputs:
-                        key = number, one.index
-                        if key not in progress:
-                            progress[key] = Progress()
-                            if begin is not None:
-                                yield event(answer.chunk([begin(one.index)]))
-                        silent = not (one.delta or request.logprobs is not None or request.return_token_ids)
-                        nothing = silent or len(one.token_ids) == progress[key].tokens
-                        if key in ended or (nothing and not one.finish_reason):
-                            continue
-                        if one.finish_reason:
-                            ended.add(key)
-                        more = {}
-                        if options is not None and options.continuous_usage_stats:
-                            more = {"usage": usage([output])}
-                        yield event(answer.chunk([choice(number, output, one, progress[key])], **more))
-                if counts:
-                    yield event(answer.chunk([], usage=usage([latest[number] for number in sorted(latest)])))
-            except ApiError as error:
-                yield event(error.body())
-            yield b"data: [DONE]\n\n"
+        try:
+            async for number, output in outputs:
+                latest[number] = output
+                for one in output.outputs:
+                    key = number, one.index
+                    if key not in progress:
+                        progress[key] = Progress()
+                        if begin is not None:
+                            yield event(answer.chunk([begin(one.index)]))
+                    silent = not (one.delta or params.logprobs is not None or request.return_token_ids)
+                    nothing = silent or len(one.token_ids) == progress[key].tokens
+                    if key in ended or (nothing and not one.finish_reason):
+                        continue
+                    if one.finish_reason:
+                        ended.add(key)
+                    more = {}
+                    if options is not None and options.continuous_usage_stats:
+                        more = {"usage": usage([output])}
+                    yield event(answer.chunk([choice(number, output, one, progress[key])], **more))
+            if counts:
+                yield event(answer.chunk([], usage=usage([latest[number] for number in sorted(latest)])))
+        except ApiError as error:
+            yield event(error.body())
+        yield b"data: [DONE]\n\n"
 
     async def tokenize(self, request: TokenizeRequest) -> Object:
         """``/tokenize``."""
@@ -359,7 +341,8 @@ class Service:
         if (request.prompt is None) == (request.messages is None):
             raise ApiError(400, "prompt or messages must be given, and not both", "prompt")
         if request.messages is not None:
-            prompt: Any = await self._templated(request.messages, request)
+            turns = [message.templated() for message in request.messages]
+            prompt = await self.templated("messages", turns, request.add_generation_prompt, {})
             ids = prompt["prompt_token_ids"]
         else:
             try:
@@ -409,11 +392,6 @@ async def while_there(request: Request, reply: Awaitable[Response]) -> Response:
         await asyncio.gather(making, leaving, return_exceptions=True)
 
 
-def event(value: Object) -> bytes:
-    """A server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
-
-
 def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
     """The application. The engine is its own from here on, prepared, and runs while the application does."""
     service = Service(engine, tokenizer, config)
@@ -459,6 +437,10 @@ def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> Fast
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         return await while_there(request, service.chat(body))
+
+    @app.post("/v1/responses", response_model=None)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        return await while_there(request, respond(service, body))
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Object:

@@ -32,17 +32,15 @@ class ResponseFormat(Body):
 
 
 class Sampled(Body):
-    """What both kinds of completions may ask.
+    """What everyone who wants text may ask.
 
-    A field that is null counts as one that is not given. ``user`` and ``metadata`` are accepted and ignored.
+    A field that is null counts as one that is not given. ``user``, ``metadata`` and the like are accepted and ignored.
     """
 
     renames: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -53,7 +51,6 @@ class Sampled(Body):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -61,11 +58,15 @@ class Sampled(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
     priority: int = 0
-    return_token_ids: bool = False
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """ValueError names the field that is wrong."""
+        return SamplingParams(**self._asked())
 
     def _asked(self) -> dict[str, Any]:
         """Fields of ``SamplingParams`` that were given."""
@@ -77,7 +78,17 @@ class Sampled(Body):
         return asked
 
 
-class CompletionRequest(Sampled):
+class Completed(Sampled):
+    """What both kinds of completions may ask besides."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+
+
+class CompletionRequest(Completed):
     """``POST /v1/completions``: a prompt, or several, as text or token ids."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -100,7 +111,6 @@ class CompletionRequest(Sampled):
         return list(several) if several else [[one for one in self.prompt if isinstance(one, int)]]
 
     def sampling_params(self) -> SamplingParams:
-        """ValueError names the field that is wrong."""
         asked = self._asked()
         if self.logprobs is not None:
             asked["logprobs"] = self.logprobs
@@ -149,7 +159,7 @@ class Message(Body):
         return given
 
 
-class ChatCompletionRequest(Sampled):
+class ChatCompletionRequest(Completed):
     """``POST /v1/chat/completions``."""
 
     renames: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
@@ -163,7 +173,6 @@ class ChatCompletionRequest(Sampled):
     chat_template_kwargs: dict[str, Any] = {}
 
     def sampling_params(self) -> SamplingParams:
-        """ValueError names the field that is wrong."""
         asked = self._asked()
         if self.max_completion_tokens is not None:
             asked["max_tokens"] = self.max_completion_tokens

@@ -1,8 +1,9 @@
 """What clients get: OpenAI's objects, made of the engine's outputs."""
 
+import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -98,6 +99,7 @@ def chat_logprobs(entries: Sequence[Mapping[int, Logprob]], ids: Sequence[int], 
     return {"content": content}
 
 
-def errors_of(output: RequestOutput) -> Iterator[str]:
-    """Of choices that failed."""
-    return (choice.error or "the request failed" for choice in output.outputs if choice.finish_reason == "error")
+def event(value: Object, kind: str | None = None) -> bytes:
+    """A server-sent event."""
+    name = b"" if kind is None else b"event: " + kind.encode() + b"\n"
+    return name + b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
