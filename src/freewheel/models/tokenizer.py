@@ -145,6 +145,11 @@ class Tokenizer:
         """Token ``id`` as the vocabulary spells it (``Ġthe``, ``▁the``), None for an id that it does not have."""
         return self._token_text(id) if 0 <= id < self.vocab_size else None
 
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token as the vocabulary spells it: no token stands for more of a text."""
+        return max((len(self.token_text(id) or "") for id in range(self.vocab_size)), default=0)
+
     @property
     def chat_template(self) -> str | None:
         return self._chat_templates.get("default")

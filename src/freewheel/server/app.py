@@ -5,13 +5,17 @@ Tokenising and templating happen in threads, the model runs in the engine's own:
 
 import asyncio
 import hmac
+import logging
+import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+from uuid import uuid4
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,7 +27,8 @@ from freewheel.engine.inputs import Prompt, TokensPrompt
 from freewheel.engine.outputs import CompletionOutput, RequestOutput
 from freewheel.models.tokenizer import Tokenizer
 from freewheel.sampling import SamplingParams
-from freewheel.server.errors import ApiError, answer_unfit
+from freewheel.server.bodies import encoded, read
+from freewheel.server.errors import ApiError
 from freewheel.server.metrics import Metrics
 from freewheel.server.protocol import (
     Body,
@@ -36,6 +41,7 @@ from freewheel.server.protocol import (
     field_of,
     renamed,
 )
+from freewheel.server.protocol import Message as ChatMessage
 from freewheel.server.replies import (
     Answer,
     Object,
@@ -48,7 +54,13 @@ from freewheel.server.replies import (
 from freewheel.server.responses import ResponsesRequest, respond
 from freewheel.server.streams import Outputs, Stream, begun, following, last
 
-MOST_PROMPTS = 256  # of a request
+LONG = 2**14  # characters that are tokenised whatever becomes of them
+MANY = 1000  # log probabilities that are written without a thread
+REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # what clients may call a request in headers and logs
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ class ServerConfig:
 class Limits:
     """Middleware that refuses what is too large, or comes without the key, before any of it is looked at.
 
-    It counts all answers that are errors, whoever gives them.
+    It names every request, and counts and logs all answers, whoever gives them.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
@@ -85,18 +97,20 @@ class Limits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        began = time.perf_counter()
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        name = given if REQUEST_ID.fullmatch(given) else uuid4().hex
+        status, size = 0, 0
 
         async def noted(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._metrics.refused(message["status"])
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
+                if status >= 400:
+                    self._metrics.refused(status)
             await send(message)
-
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        error = self._refused(scope["path"], headers)
-        if error is not None:
-            await error.response()(scope, receive, noted)
-            return
-        size = 0
 
         async def counted() -> Message:
             nonlocal size
@@ -106,13 +120,18 @@ class Limits:
                 raise self._too_large()
             return message
 
-        async def answered(message: Message) -> None:
-            if size <= self._config.max_body:
-                await noted(message)
-            elif message["type"] == "http.response.start":  # of FastAPI, which makes 400 of whatever reading raises
-                await self._too_large().response()(scope, receive, noted)
-
-        await self._app(scope, counted, answered)
+        try:
+            error = self._refused(scope["path"], headers)
+            await (self._app if error is None else error.response())(scope, counted, noted)
+        finally:
+            body = scope.get("state", {}).get("body")
+            counts = list(body.metrics.values()) if isinstance(body, Sampled) else []
+            logger.info(
+                "%s %s %s %s, %d + %d tokens, %.3f s", name, scope["method"],
+                scope["path"][:200].encode("unicode_escape").decode(), status or "left",
+                sum(count.prompt_tokens for count in counts), sum(count.output_tokens for count in counts),
+                time.perf_counter() - began,
+            )  # fmt: skip
 
     def _refused(self, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
         key = self._config.api_key
@@ -143,16 +162,49 @@ class Service:
         self.max_model_len = engine.max_model_len
         self.active = 0
         self.metrics = Metrics(engine)
+        # One: more of them would only take the interpreter from the event loop more often.
+        self._thread = ThreadPoolExecutor(1, "freewheel-server")
+
+    async def __aenter__(self) -> None:
+        await self.engine.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self.engine.__aexit__(*error)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str | None) -> None:
         """ApiError where it is another one."""
         if name is not None and name != self.config.name:
             raise ApiError(404, f"model {name[:100]!r} does not exist: this server has {self.config.name!r}", "model")
 
-    def params(self, request: Sampled) -> SamplingParams:
+    def check_room(self, prompts: int = 1) -> None:
+        """ApiError where that many more cannot be taken."""
+        if self.active + prompts > self.config.max_requests:
+            raise ApiError(429, "too many requests are waiting; try again later", headers={"Retry-After": "1"})
+        if self.engine.dead:
+            raise ApiError(503, "the engine takes no more requests")
+
+    def check_length(self, field: str, characters: int) -> None:
+        """ApiError where a text is too long for whatever tokens it may have; that is known before these are."""
+        if characters > max(self.max_model_len * self.tokenizer.longest, LONG):
+            most = f"the longest sequence of {self.max_model_len} tokens can hold"
+            raise ApiError(400, f"{field} has {characters} characters, more than {most}", field)
+
+    async def params(self, request: Sampled) -> SamplingParams:
         """ApiError names the field that is wrong."""
-        with naming(request):
-            return request.sampling_params()
+        return await self.within(request, request.sampling_params)
+
+    async def within(self, request: Body, make: Callable[[], Value]) -> Value:
+        """What is made of a request, in a thread if that may take long. A ValueError becomes status 400."""
+        try:
+            return await self.in_thread(make) if request.large else make()
+        except ValueError as error:
+            message = renamed(str(error), request)
+            raise ApiError(400, message, field_of(message, request)) from None
+
+    async def in_thread(self, make: Callable[[], Value]) -> Value:
+        """The value of a long computation. The event loop goes on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, make)
 
     async def run(self, prompts: Sequence[Prompt], params: SamplingParams, request: Sampled) -> Outputs:
         """The outputs of all prompts as they come, with the number of each. Left early, it aborts what is unfinished.
@@ -160,8 +212,7 @@ class Service:
         Raises:
             ApiError: too many requests, a prompt that does not fit, time is up, or the engine is dead.
         """
-        if self.active + len(prompts) > self.config.max_requests:
-            raise ApiError(429, "too many requests are waiting; try again later", headers={"Retry-After": "1"})
+        self.check_room(len(prompts))
         self.active += len(prompts)
         # One item, so that a client that reads slowly gets several steps' news in one.
         news: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue(1)
@@ -186,6 +237,7 @@ class Service:
                 async with asyncio.timeout_at(ends):  # of one wait: a stream's first is another task's than the rest
                     item = await news.get()
                 if isinstance(item, tuple):
+                    request.metrics[item[0]] = item[1].metrics
                     yield item
                 elif isinstance(item, BaseException):
                     raise item
@@ -207,11 +259,12 @@ class Service:
     async def complete(self, request: CompletionRequest) -> Response:
         """``/v1/completions``."""
         self.check_model(request.model)
-        params = self.params(request)
-        with naming(request):
-            prompts = request.prompts()
-        if len(prompts) > MOST_PROMPTS:
-            raise ApiError(400, f"prompt has {len(prompts)} entries, more than the limit of {MOST_PROMPTS}", "prompt")
+        params = await self.params(request)
+        prompts = await self.within(request, request.prompts)
+        self.check_room(len(prompts))
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self.check_length("prompt", len(prompt))
         answer = Answer("text_completion", "cmpl", self.config.name)
 
         def choice(number: int, output: RequestOutput, one: CompletionOutput, progress: Progress) -> Object:
@@ -240,9 +293,10 @@ class Service:
     async def chat(self, request: ChatCompletionRequest) -> Response:
         """``/v1/chat/completions``."""
         self.check_model(request.model)
-        params = self.params(request)
-        turns = [message.templated() for message in request.messages]
-        prompt = await self.templated("messages", turns, request.add_generation_prompt, request.chat_template_kwargs)
+        self.check_room()
+        params = await self.params(request)
+        variables = {"add_generation_prompt": request.add_generation_prompt, **request.chat_template_kwargs}
+        prompt = await self.templated("messages", lambda: templated(request.messages), variables)
         answer = Answer("chat.completion", "chatcmpl", self.config.name)
 
         def choice(number: int, output: RequestOutput, one: CompletionOutput, progress: Progress) -> Object:
@@ -263,17 +317,22 @@ class Service:
         return await self._reply(request, [prompt], params, answer, choice, begin)
 
     async def templated(
-        self, field: str, turns: list[Object], add_generation_prompt: bool, variables: Mapping[str, Any]
+        self, field: str, turns: Callable[[], list[Object]], variables: Mapping[str, Any]
     ) -> TokensPrompt:
         """A conversation as the model's template writes it; ``field`` is where the client gave it."""
-        if clash := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
+
+        def render() -> TokensPrompt:
+            given = turns()
+            self.check_length(field, sum(len(turn["content"]) for turn in given))
+            ids, text = self.tokenizer.encode_chat(given, **variables)
+            return {"prompt_token_ids": ids, "prompt": text}
+
+        if clash := variables.keys() & {"messages", "tools"}:
             raise ApiError(400, f"chat_template_kwargs must not have {sorted(clash)[0]}", "chat_template_kwargs")
-        options = {"add_generation_prompt": add_generation_prompt, **variables}
         try:
-            ids, text = await asyncio.to_thread(self.tokenizer.encode_chat, turns, **options)
+            return await asyncio.to_thread(render)
         except ValueError as error:
-            raise ApiError(400, f"{field}: {error}", field) from None
-        return {"prompt_token_ids": ids, "prompt": text}
+            raise ApiError(400, f"{field}: {str(error)[:500]}", field) from None
 
     async def _reply(
         self,
@@ -287,10 +346,17 @@ class Service:
         outputs = self.run(prompts, params, request)
         if not request.stream:
             done = await last(outputs)
-            choices = [
-                choice(number, output, one, Progress()) for number, output in enumerate(done) for one in output.outputs
-            ]
-            return JSONResponse(answer.whole(choices, done))
+
+            def whole() -> bytes:
+                choices = [
+                    choice(n, output, one, Progress()) for n, output in enumerate(done) for one in output.outputs
+                ]
+                return encoded(answer.whole(choices, done))
+
+            entries = sum(
+                listed(params, output.metrics.output_tokens, len(output.prompt_logprobs or ())) for output in done
+            )
+            return Response(await self.made(entries, whole), media_type="application/json")
         first = await begun(outputs)
         return Stream(self._events(request, following(first, outputs), params, answer, choice, begin), outputs)
 
@@ -328,51 +394,64 @@ class Service:
                     more = {}
                     if options is not None and options.continuous_usage_stats:
                         more = {"usage": usage([output])}
-                    yield event(answer.chunk([choice(number, output, one, progress[key])], **more))
+
+                    def chunk(
+                        output: RequestOutput = output, one: CompletionOutput = one, more: Object = more, key: Any = key
+                    ) -> bytes:
+                        return event(answer.chunk([choice(key[0], output, one, progress[key])], **more))
+
+                    new = len(one.token_ids) - progress[key].tokens
+                    prompt = 0 if progress[key].tokens else len(output.prompt_logprobs or ())
+                    yield await self.made(listed(params, new, prompt), chunk)
             if counts:
                 yield event(answer.chunk([], usage=usage([latest[number] for number in sorted(latest)])))
         except ApiError as error:
             yield event(error.body())
         yield b"data: [DONE]\n\n"
 
-    async def tokenize(self, request: TokenizeRequest) -> Object:
+    async def made(self, entries: int, make: Callable[[], bytes]) -> bytes:
+        """Bytes with so many log probabilities: in a thread if these are many."""
+        return await self.in_thread(make) if entries > MANY else make()
+
+    async def tokenize(self, request: TokenizeRequest) -> Response:
         """``/tokenize``."""
         self.check_model(request.model)
-        if (request.prompt is None) == (request.messages is None):
+        messages, text = request.messages, request.prompt
+        if (text is None) == (messages is None):
             raise ApiError(400, "prompt or messages must be given, and not both", "prompt")
-        if request.messages is not None:
-            turns = [message.templated() for message in request.messages]
-            prompt = await self.templated("messages", turns, request.add_generation_prompt, {})
-            ids = prompt["prompt_token_ids"]
+        if messages is not None:
+            variables = {"add_generation_prompt": request.add_generation_prompt}
+            ids = (await self.templated("messages", lambda: templated(messages), variables))["prompt_token_ids"]
         else:
             try:
-                ids = await asyncio.to_thread(self.tokenizer.encode, request.prompt or "", request.add_special_tokens)
+                ids = await asyncio.to_thread(self.tokenizer.encode, text or "", request.add_special_tokens)
             except ValueError as error:
                 raise ApiError(400, f"prompt: {error}", "prompt") from None
-        return {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
+        about = {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
+        return Response(await self.in_thread(lambda: encoded(about)), media_type="application/json")
 
-    async def detokenize(self, request: DetokenizeRequest) -> Object:
+    async def detokenize(self, request: DetokenizeRequest) -> Response:
         """``/detokenize``."""
         self.check_model(request.model)
-        unknown = [id for id in request.tokens if not 0 <= id < self.tokenizer.vocab_size]
-        if unknown:
-            raise ApiError(400, f"tokens has an id outside the vocabulary of {self.tokenizer.vocab_size}", "tokens")
-        return {"prompt": await asyncio.to_thread(self.tokenizer.decode, request.tokens, False)}
+
+        def decode() -> str:
+            size = self.tokenizer.vocab_size
+            if not all(type(id) is int and 0 <= id < size for id in request.tokens):
+                raise ValueError(f"tokens must hold token ids below {size}, the vocabulary's size")
+            return self.tokenizer.decode(request.tokens, False)
+
+        return JSONResponse({"prompt": await self.within(request, decode)})
 
 
-class naming:  # noqa: N801
-    """A context in which a ValueError becomes the answer 400 that names the client's field."""
+def listed(params: SamplingParams, tokens: int, prompt_tokens: int = 0) -> int:
+    """How many log probabilities these have."""
+    entries = 0 if params.logprobs is None else tokens * (1 + params.logprobs)
+    return entries + prompt_tokens * (1 + (params.prompt_logprobs or 0))
 
-    def __init__(self, request: Body) -> None:
-        self._request = request
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, ValueError):
-            message = renamed(str(error), self._request)
-            raise ApiError(400, message, field_of(message, self._request)) from None
+def templated(messages: Sequence[ChatMessage]) -> list[Object]:
+    """A conversation as templates take it."""
+    return [message.templated() for message in messages]
 
 
 async def while_there(request: Request, reply: Awaitable[Response]) -> Response:
@@ -398,7 +477,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> Fast
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with service.engine:
+        async with service:
             yield
 
     app = FastAPI(title="Freewheel", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -431,24 +510,29 @@ def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> Fast
         return {"id": config.name, "object": "model", **about}
 
     @app.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(request: Request) -> Response:
+        body = await read(request, CompletionRequest, service.in_thread)
         return await while_there(request, service.complete(body))
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+    async def chat_completions(request: Request) -> Response:
+        body = await read(request, ChatCompletionRequest, service.in_thread)
         return await while_there(request, service.chat(body))
 
     @app.post("/v1/responses", response_model=None)
-    async def responses(body: ResponsesRequest, request: Request) -> Response:
+    async def responses(request: Request) -> Response:
+        body = await read(request, ResponsesRequest, service.in_thread)
         return await while_there(request, respond(service, body))
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Object:
-        return await service.tokenize(body)
+    async def tokenize(request: Request) -> Response:
+        body = await read(request, TokenizeRequest, service.in_thread)
+        return await while_there(request, service.tokenize(body))
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Object:
-        return await service.detokenize(body)
+    async def detokenize(request: Request) -> Response:
+        body = await read(request, DetokenizeRequest, service.in_thread)
+        return await while_there(request, service.detokenize(body))
 
     async def answer_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -462,7 +546,6 @@ def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> Fast
 
     handlers: list[tuple[type[Exception], Callable[[Request, Exception], Awaitable[Response]]]] = [
         (ApiError, answer_api),
-        (RequestValidationError, answer_unfit),
         (HTTPException, answer_http),
     ]
     for kind, handler in handlers:

@@ -7,15 +7,48 @@ The models here know names and types. What values are right is checked once, whe
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema, model_validator
 
+from freewheel.engine.outputs import RequestMetrics
 from freewheel.sampling import SamplingParams
+
+# What may be long is looked at where its values are checked: pydantic would go through it at once, holding everyone up.
+_IDS = {"type": "array", "items": {"type": "integer"}}
+Ids = Annotated[list[Any], WithJsonSchema(_IDS)]
+Strings = Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"type": "string"}})]
+Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
+
+
+PROMPT: Any = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+PROMPT["anyOf"] += [_IDS, {"type": "array", "items": _IDS}]
+MOST_PROMPTS = 256  # of a request
+MOST_MESSAGES = 2048
 
 
 class Body(BaseModel):
     """JSON with known fields of the right types; anything else is refused by name."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    _large: bool = PrivateAttr(False)
+
+    @property
+    def large(self) -> bool:
+        """Whether it takes long to go through."""
+        return self._large
+
+    @large.setter
+    def large(self, value: bool) -> None:
+        self._large = value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, data: Any) -> Any:
+        """Of many unknown fields one: each would be an error of its own."""
+        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+            return data
+        unknown = next(name for name in data if name not in cls.model_fields)
+        return {name: value for name, value in data.items() if name in cls.model_fields or name == unknown}
 
 
 class StreamOptions(Body):
@@ -46,15 +79,15 @@ class Sampled(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Strings | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Biases | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    stop_token_ids: Ids | None = None
+    bad_words: Strings | None = None
+    allowed_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -62,7 +95,13 @@ class Sampled(Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    _metrics: dict[int, RequestMetrics] = PrivateAttr(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[int, RequestMetrics]:
+        """How far each of its prompts is, by number."""
+        return self._metrics
 
     def sampling_params(self) -> SamplingParams:
         """ValueError names the field that is wrong."""
@@ -91,7 +130,9 @@ class Completed(Sampled):
 class CompletionRequest(Completed):
     """``POST /v1/completions``: a prompt, or several, as text or token ids."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    renames: ClassVar[Mapping[str, str]] = {"prompt_token_ids": "prompt"}
+
+    prompt: Annotated[str | list[Any], WithJsonSchema(PROMPT)]
     echo: bool = False
     logprobs: int | None = None
     suffix: None = None
@@ -107,8 +148,13 @@ class CompletionRequest(Completed):
             return [self.prompt]
         if not self.prompt:
             raise ValueError("prompt is empty: at least one token is needed")
-        several = [one for one in self.prompt if not isinstance(one, int)]
-        return list(several) if several else [[one for one in self.prompt if isinstance(one, int)]]
+        if not any(isinstance(one, str | list) for one in self.prompt):
+            return [self.prompt]
+        if not all(isinstance(one, str | list) for one in self.prompt):
+            raise ValueError("prompt must be text, a list of token ids, or a list of either")
+        if len(self.prompt) > MOST_PROMPTS:
+            raise ValueError(f"prompt has {len(self.prompt)} entries, more than the limit of {MOST_PROMPTS}")
+        return self.prompt
 
     def sampling_params(self) -> SamplingParams:
         asked = self._asked()
@@ -162,15 +208,20 @@ class Message(Body):
 class ChatCompletionRequest(Completed):
     """``POST /v1/chat/completions``."""
 
-    renames: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
+    renames: ClassVar[Mapping[str, str]] = {
+        "logprobs": "top_logprobs",
+        "max_tokens": "max_completion_tokens",
+        "prompt": "messages",
+    }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     response_format: ResponseFormat | None = None
+    store: Literal[False] | None = None
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def sampling_params(self) -> SamplingParams:
         asked = self._asked()
@@ -189,7 +240,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(max_length=MOST_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -198,7 +249,7 @@ class DetokenizeRequest(Body):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
 
 
 def _id(token: str) -> int:

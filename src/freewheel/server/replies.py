@@ -1,6 +1,5 @@
 """What clients get: OpenAI's objects, made of the engine's outputs."""
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -8,6 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from freewheel.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from freewheel.server.bodies import encoded
 
 Object = dict[str, Any]
 
@@ -65,7 +65,7 @@ class Progress:
         self.tokens = 0
         self.characters = 0
 
-    def news(self, choice: CompletionOutput) -> tuple[list[int], list[dict[int, Logprob]]]:
+    def news(self, choice: CompletionOutput) -> tuple[list[int], Sequence[dict[int, Logprob]]]:
         """Tokens and their log probabilities since the last call."""
         start, self.tokens = self.tokens, len(choice.token_ids)
         return choice.token_ids[start:], (choice.logprobs or [])[start:]
@@ -102,4 +102,4 @@ def chat_logprobs(entries: Sequence[Mapping[int, Logprob]], ids: Sequence[int], 
 def event(value: Object, kind: str | None = None) -> bytes:
     """A server-sent event."""
     name = b"" if kind is None else b"event: " + kind.encode() + b"\n"
-    return name + b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
+    return name + b"data: " + encoded(value) + b"\n\n"

@@ -4,17 +4,18 @@ Nothing is stored here, so each request brings its whole conversation.
 """
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from uuid import uuid4
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from freewheel.engine.outputs import CompletionOutput, RequestOutput
 from freewheel.sampling import SamplingParams
+from freewheel.server.bodies import encoded
 from freewheel.server.errors import ApiError
-from freewheel.server.protocol import Body, ResponseFormat, Sampled
+from freewheel.server.protocol import MOST_MESSAGES, Body, ResponseFormat, Sampled
 from freewheel.server.replies import Object, Progress, chat_logprobs, event
 from freewheel.server.streams import Stream, begun, following, last
 
@@ -58,9 +59,13 @@ class TextOptions(Body):
 class ResponsesRequest(Sampled):
     """``POST /v1/responses``."""
 
-    renames: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs", "max_tokens": "max_output_tokens"}
+    renames: ClassVar[Mapping[str, str]] = {
+        "logprobs": "top_logprobs",
+        "max_tokens": "max_output_tokens",
+        "prompt": "input",
+    }
 
-    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
@@ -92,13 +97,16 @@ class ResponsesRequest(Sampled):
 async def respond(service: "Service", request: ResponsesRequest) -> Response:
     """``/v1/responses``."""
     service.check_model(request.model)
-    params = service.params(request)
-    prompt = await service.templated("input", request.turns(), True, request.chat_template_kwargs)
-    reply = _Reply(request, params, service.config.name)
+    service.check_room()
+    params = await service.params(request)
+    variables = {"add_generation_prompt": True, **request.chat_template_kwargs}
+    prompt = await service.templated("input", request.turns, variables)
+    reply = _Reply(service, request, params)
     outputs = service.run([prompt], params, request)
     if not request.stream:
         [output] = await last(outputs)
-        return JSONResponse(reply.ended(output))
+        made = await reply.made(output.metrics.output_tokens, lambda: encoded(reply.ended(output)))
+        return Response(made, media_type="application/json")
     first = await begun(outputs)
     return Stream(reply.events(following(first, outputs)), outputs)
 
@@ -106,7 +114,8 @@ async def respond(service: "Service", request: ResponsesRequest) -> Response:
 class _Reply:
     """One response: the object, its single message, and the events that tell how they come about."""
 
-    def __init__(self, request: ResponsesRequest, params: SamplingParams, model: str) -> None:
+    def __init__(self, service: "Service", request: ResponsesRequest, params: SamplingParams) -> None:
+        self._service = service
         self._logprobs = params.logprobs
         self._message_id = f"msg_{uuid4().hex}"
         self._head: Object = {
@@ -117,7 +126,7 @@ class _Reply:
             "instructions": request.instructions,
             "max_output_tokens": params.max_tokens,
             "metadata": request.metadata or {},
-            "model": model,
+            "model": service.config.name,
             "parallel_tool_calls": False,
             "previous_response_id": None,
             "store": False,
@@ -130,6 +139,7 @@ class _Reply:
             "truncation": "disabled",
             "user": request.user,
         }
+        self._place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         self._sent = 0
 
     def ended(self, output: RequestOutput) -> Object:
@@ -145,31 +155,46 @@ class _Reply:
 
     async def events(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> AsyncIterator[bytes]:
         """Server-sent events, as the text comes."""
-        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         yield self._event("response.created", response=self._response("in_progress", []))
         yield self._event("response.in_progress", response=self._response("in_progress", []))
         yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", []))
-        yield self._event("response.content_part.added", **place, part=_part("", []))
+        yield self._event("response.content_part.added", **self._place, part=_part("", []))
         progress = Progress()
         output = None
         try:
             async for _, output in outputs:
                 [one] = output.outputs
-                ids, entries = progress.news(one)
-                if one.delta or (ids and self._logprobs is not None):
-                    listed = self._listed(entries, ids)
-                    yield self._event("response.output_text.delta", **place, delta=one.delta, logprobs=listed)
+                new = len(one.token_ids) - progress.tokens
+                if one.delta or (new and self._logprobs is not None):
+                    yield await self.made(new, lambda one=one: self._delta(one, progress))
         except ApiError as error:
             failure = {"code": "server_error", "message": error.message}
             yield self._event("response.failed", response=self._response("failed", [], error=failure))
             return
         assert output is not None
-        [one] = output.outputs
-        status, part = _status(one), self._part(one)
-        yield self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
-        yield self._event("response.content_part.done", **place, part=part)
-        yield self._event("response.output_item.done", output_index=0, item=self._message(status, [part]))
-        yield self._event(f"response.{status}", response=self.ended(output))
+        ended = output
+        yield await self.made(4 * ended.metrics.output_tokens, lambda: self._end(ended))
+
+    async def made(self, tokens: int, make: Callable[[], bytes]) -> bytes:
+        """Bytes with what so many tokens have."""
+        return await self._service.made(0 if self._logprobs is None else tokens * (1 + self._logprobs), make)
+
+    def _delta(self, one: CompletionOutput, progress: Progress) -> bytes:
+        ids, entries = progress.news(one)
+        listed = self._listed(entries, ids)
+        return self._event("response.output_text.delta", **self._place, delta=one.delta, logprobs=listed)
+
+    def _end(self, output: RequestOutput) -> bytes:
+        response = self.ended(output)
+        [message] = response["output"]
+        [part] = message["content"]
+        ends = [
+            self._event("response.output_text.done", **self._place, text=part["text"], logprobs=part["logprobs"]),
+            self._event("response.content_part.done", **self._place, part=part),
+            self._event("response.output_item.done", output_index=0, item=message),
+            self._event(f"response.{response['status']}", response=response),
+        ]
+        return b"".join(ends)
 
     def _event(self, kind: str, **values: Any) -> bytes:
         number, self._sent = self._sent, self._sent + 1
