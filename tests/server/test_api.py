@@ -18,6 +18,7 @@ from freewheel import LLM, SamplingParams
 from freewheel.engine.outputs import RequestOutput
 
 SEEDED: dict[str, Any] = {"temperature": 0.8, "seed": 7, "max_tokens": 12}
+JSON = {"Content-Type": "application/json"}
 TURNS: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
 
 
@@ -165,13 +166,14 @@ PLAIN = {"prompt": "Hi"}
         ("completions", PLAIN | {"logit_bias": {"99999": 1}}, "logit_bias", "outside the vocabulary"),
         ("completions", PLAIN | {"stop_token_ids": [-1]}, "stop_token_ids", "integer"),
         ("completions", PLAIN | {"allowed_token_ids": []}, "allowed_token_ids", "empty"),
-        ("completions", PLAIN | {"best_of": 3}, "best_of", "none"),
+        ("completions", PLAIN | {"best_of": 3}, "best_of", "not supported"),
+        ("completions", PLAIN | {"suffix": "!"}, "suffix", "not supported"),
         ("completions", PLAIN | {"nonsense": 3}, "nonsense", "not supported"),
         ("completions", {}, "prompt", "missing"),
         ("completions", {"prompt": ""}, "prompt", "empty"),
         ("completions", {"prompt": []}, "prompt", "empty"),
         ("completions", {"prompt": [[]]}, "prompt", "empty"),
-        ("completions", {"prompt": [-1]}, "prompt_token_ids", "vocabulary"),
+        ("completions", {"prompt": [-1]}, "prompt", "vocabulary"),
         ("completions", {"prompt": [1, "a"]}, "prompt", "prompt"),
         ("completions", {"prompt": ["a"] * 257}, "prompt", "limit of 256"),
         ("completions", {"prompt": "a " * 5000}, "prompt", "longest sequence"),
@@ -196,7 +198,7 @@ def test_bad_fields_are_named(served: Served, path: str, body: dict[str, Any], f
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"NaN"])
 def test_what_is_no_request_is_refused(served: Served, body: bytes) -> None:
-    got = httpx.post(f"{served.url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    got = httpx.post(f"{served.url}/v1/completions", content=body, headers=JSON)
     assert got.status_code == 400
     assert got.json()["error"]["message"]
 
@@ -240,7 +242,9 @@ def test_a_key_is_asked_for_and_too_much_is_refused(tiny_model: Path) -> None:
             server.client.completions.create(model="tiny", prompt="x" * 3000)
         assert large.value.status_code == 413
         unsized = httpx.post(
-            f"{server.url}/v1/completions", content=iter([b"x" * 1500] * 2), headers={"Authorization": "Bearer secret"}
+            f"{server.url}/v1/completions",
+            content=iter([b"x" * 1500] * 2),
+            headers=JSON | {"Authorization": "Bearer secret"},
         )
         assert unsized.status_code == 413
         assert server.client.completions.create(model="tiny", prompt="Hi", max_tokens=1).choices
@@ -352,7 +356,7 @@ def test_no_value_of_any_field_is_a_server_s_error(served: Served, path: str) ->
                 continue
             body = (PLAIN if path == "completions" else CHAT) | {"max_tokens": 1, field: value}
             text = json.dumps(body).replace("Infinity", "1e400")
-            got = client.post(f"{served.url}/v1/{path}", content=text, headers={"Content-Type": "application/json"})
+            got = client.post(f"{served.url}/v1/{path}", content=text, headers=JSON)
             assert got.status_code in (200, 400, 404), (field, value, got.text)
             if got.status_code != 200:
                 error = got.json()["error"]

@@ -148,6 +148,7 @@ def test_what_was_asked_is_said_again(served: Served) -> None:
     [
         ({}, "input", "missing"),
         ({"input": []}, "input", "at least 1"),
+        ({"input": [3]}, "input.0", "valid dict"),
         ({"input": 3}, "input", "input should be"),
         ({"input": [{"role": "boss", "content": "x"}]}, "input.0.role", "input should be"),
         ({"input": [{"role": "user"}]}, "input.0.content", "missing"),

@@ -28,6 +28,7 @@ from freewheel.engine.outputs import CompletionOutput, RequestOutput
 from freewheel.models.tokenizer import Tokenizer
 from freewheel.sampling import SamplingParams
 from freewheel.server.bodies import encoded, read
+from freewheel.server.description import openapi
 from freewheel.server.errors import ApiError
 from freewheel.server.metrics import Metrics
 from freewheel.server.protocol import (
@@ -49,13 +50,14 @@ from freewheel.server.replies import (
     chat_logprobs,
     completion_logprobs,
     event,
+    framed,
     usage,
 )
 from freewheel.server.responses import ResponsesRequest, respond
 from freewheel.server.streams import Outputs, Stream, begun, following, last
 
 LONG = 2**14  # characters that are tokenised whatever becomes of them
-MANY = 1000  # log probabilities that are written without a thread
+MANY = 1000  # log probabilities, or tokens, that are written without a thread
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # what clients may call a request in headers and logs
 
 logger = logging.getLogger(__name__)
@@ -347,11 +349,11 @@ class Service:
         if not request.stream:
             done = await last(outputs)
 
-            def whole() -> bytes:
+            def whole() -> Object:
                 choices = [
                     choice(n, output, one, Progress()) for n, output in enumerate(done) for one in output.outputs
                 ]
-                return encoded(answer.whole(choices, done))
+                return answer.whole(choices, done)
 
             entries = sum(
                 listed(params, output.metrics.output_tokens, len(output.prompt_logprobs or ())) for output in done
@@ -397,21 +399,23 @@ class Service:
 
                     def chunk(
                         output: RequestOutput = output, one: CompletionOutput = one, more: Object = more, key: Any = key
-                    ) -> bytes:
-                        return event(answer.chunk([choice(key[0], output, one, progress[key])], **more))
+                    ) -> Object:
+                        return answer.chunk([choice(key[0], output, one, progress[key])], **more)
 
                     new = len(one.token_ids) - progress[key].tokens
                     prompt = 0 if progress[key].tokens else len(output.prompt_logprobs or ())
-                    yield await self.made(listed(params, new, prompt), chunk)
+                    yield framed(await self.made(listed(params, new, prompt), chunk))
             if counts:
                 yield event(answer.chunk([], usage=usage([latest[number] for number in sorted(latest)])))
         except ApiError as error:
             yield event(error.body())
         yield b"data: [DONE]\n\n"
 
-    async def made(self, entries: int, make: Callable[[], bytes]) -> bytes:
-        """Bytes with so many log probabilities: in a thread if these are many."""
-        return await self.in_thread(make) if entries > MANY else make()
+    async def made(self, entries: int, make: Callable[[], Any]) -> bytes:
+        """JSON of what is made, with so many log probabilities or tokens: in a thread if they are many."""
+        if entries <= MANY:
+            return encoded(make())
+        return await self.in_thread(lambda: encoded(make(), in_pieces=True))
 
     async def tokenize(self, request: TokenizeRequest) -> Response:
         """``/tokenize``."""
@@ -428,7 +432,7 @@ class Service:
             except ValueError as error:
                 raise ApiError(400, f"prompt: {error}", "prompt") from None
         about = {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
-        return Response(await self.in_thread(lambda: encoded(about)), media_type="application/json")
+        return Response(await self.made(len(ids), lambda: about), media_type="application/json")
 
     async def detokenize(self, request: DetokenizeRequest) -> Response:
         """``/detokenize``."""
@@ -480,7 +484,8 @@ def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> Fast
         async with service:
             yield
 
-    app = FastAPI(title="Freewheel", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    description = openapi(__version__)
     app.state.service = service
 
     @app.get("/health")
@@ -495,6 +500,10 @@ def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> Fast
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
+
+    @app.get("/openapi.json")
+    async def described() -> JSONResponse:
+        return JSONResponse(description)
 
     @app.get("/v1/models")
     async def models() -> Object:

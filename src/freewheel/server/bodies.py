@@ -95,7 +95,8 @@ def _integer(digits: str) -> int:
 def unfit(error: ValidationError) -> ApiError:
     """Names the first field that is wrong; of a union, what went furthest."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(_path(one)))
+    same = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(same, key=lambda one: (len(_path(one)), not one["type"].endswith("_type")))
     param = ".".join(map(str, _path(first))) or None
     if param is None:
         return ApiError(400, "the body must be a JSON object")
@@ -115,13 +116,13 @@ def _path(error: Any) -> list[int | str]:
 _TYPES = {"str", "int", "float", "bool", "none"}
 
 
-def encoded(value: Any) -> bytes:
-    """``value`` as JSON, put together so that in a thread it holds up nobody."""
-    return "".join(written(value)).encode()
+def encoded(value: Any, *, in_pieces: bool = False) -> bytes:
+    """``value`` as JSON; ``in_pieces``, so that in a thread it holds up nobody."""
+    return "".join(written(value)).encode() if in_pieces else _dumps(value).encode()
 
 
 def written(value: Any) -> Iterator[str]:
-    """``value`` as JSON, in pieces of which each takes a short time."""
+    """``value`` as JSON in pieces, of which each takes a short time."""
     if isinstance(value, dict):
         begin = "{"
         for key, item in value.items():
@@ -148,5 +149,4 @@ def written(value: Any) -> Iterator[str]:
         yield _dumps(value)
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode

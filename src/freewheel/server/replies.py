@@ -99,7 +99,12 @@ def chat_logprobs(entries: Sequence[Mapping[int, Logprob]], ids: Sequence[int], 
     return {"content": content}
 
 
-def event(value: Object, kind: str | None = None) -> bytes:
+def event(value: Object) -> bytes:
     """A server-sent event."""
+    return framed(encoded(value))
+
+
+def framed(data: bytes, kind: str | None = None) -> bytes:
+    """JSON as a server-sent event."""
     name = b"" if kind is None else b"event: " + kind.encode() + b"\n"
-    return name + b"data: " + encoded(value) + b"\n\n"
+    return name + b"data: " + data + b"\n\n"

@@ -16,7 +16,7 @@ from freewheel.sampling import SamplingParams
 from freewheel.server.bodies import encoded
 from freewheel.server.errors import ApiError
 from freewheel.server.protocol import MOST_MESSAGES, Body, ResponseFormat, Sampled
-from freewheel.server.replies import Object, Progress, chat_logprobs, event
+from freewheel.server.replies import Object, Progress, chat_logprobs, framed
 from freewheel.server.streams import Stream, begun, following, last
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ async def respond(service: "Service", request: ResponsesRequest) -> Response:
     outputs = service.run([prompt], params, request)
     if not request.stream:
         [output] = await last(outputs)
-        made = await reply.made(output.metrics.output_tokens, lambda: encoded(reply.ended(output)))
+        made = await reply.made(output.metrics.output_tokens, lambda: reply.ended(output))
         return Response(made, media_type="application/json")
     first = await begun(outputs)
     return Stream(reply.events(following(first, outputs)), outputs)
@@ -166,39 +166,43 @@ class _Reply:
                 [one] = output.outputs
                 new = len(one.token_ids) - progress.tokens
                 if one.delta or (new and self._logprobs is not None):
-                    yield await self.made(new, lambda one=one: self._delta(one, progress))
+                    data = await self.made(new, lambda one=one: self._delta(one, progress))
+                    yield framed(data, "response.output_text.delta")
         except ApiError as error:
             failure = {"code": "server_error", "message": error.message}
             yield self._event("response.failed", response=self._response("failed", [], error=failure))
             return
         assert output is not None
         ended = output
-        yield await self.made(4 * ended.metrics.output_tokens, lambda: self._end(ended))
-
-    async def made(self, tokens: int, make: Callable[[], bytes]) -> bytes:
-        """Bytes with what so many tokens have."""
-        return await self._service.made(0 if self._logprobs is None else tokens * (1 + self._logprobs), make)
-
-    def _delta(self, one: CompletionOutput, progress: Progress) -> bytes:
-        ids, entries = progress.news(one)
-        listed = self._listed(entries, ids)
-        return self._event("response.output_text.delta", **self._place, delta=one.delta, logprobs=listed)
-
-    def _end(self, output: RequestOutput) -> bytes:
-        response = self.ended(output)
+        heavy = self._logprobs is not None
+        response = await self._service.in_thread(lambda: self.ended(ended)) if heavy else self.ended(output)
         [message] = response["output"]
         [part] = message["content"]
-        ends = [
-            self._event("response.output_text.done", **self._place, text=part["text"], logprobs=part["logprobs"]),
-            self._event("response.content_part.done", **self._place, part=part),
-            self._event("response.output_item.done", output_index=0, item=message),
-            self._event(f"response.{response['status']}", response=response),
-        ]
-        return b"".join(ends)
+        text = {"text": part["text"], "logprobs": part["logprobs"]}
+        for kind, values in (
+            ("response.output_text.done", {**self._place, **text}),
+            ("response.content_part.done", {**self._place, "part": part}),
+            ("response.output_item.done", {"output_index": 0, "item": message}),
+            (f"response.{response['status']}", {"response": response}),
+        ):
+            described = self._described(kind, values)
+            yield framed(await self.made(output.metrics.output_tokens, lambda value=described: value), kind)
+
+    async def made(self, tokens: int, make: Callable[[], Any]) -> bytes:
+        """JSON of what is made, which has so many tokens."""
+        return await self._service.made(0 if self._logprobs is None else tokens * (1 + self._logprobs), make)
+
+    def _delta(self, one: CompletionOutput, progress: Progress) -> Object:
+        ids, entries = progress.news(one)
+        values = {**self._place, "delta": one.delta, "logprobs": self._listed(entries, ids)}
+        return self._described("response.output_text.delta", values)
+
+    def _described(self, kind: str, values: Object) -> Object:
+        number, self._sent = self._sent, self._sent + 1
+        return {"type": kind, "sequence_number": number, **values}
 
     def _event(self, kind: str, **values: Any) -> bytes:
-        number, self._sent = self._sent, self._sent + 1
-        return event({"type": kind, "sequence_number": number, **values}, kind)
+        return framed(encoded(self._described(kind, values)), kind)
 
     def _response(self, status: str, items: list[Object], **more: Any) -> Object:
         empty = {"error": None, "incomplete_details": None, "completed_at": None, "usage": None}
