@@ -6,7 +6,7 @@ Names and fields follow vLLM's offline API, so that code moves over easily.
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from freewheel.engine.detokenize import Detokenizer, StopStrings
@@ -31,10 +31,17 @@ class LogprobList(Sequence[Any]):
     """For each token its log probabilities by id (None for a prompt's first), made when they are looked at.
 
     There may be a thousand for each token, and whoever brings them must not wait for their texts.
+
+    Attributes:
+        tokenizer: knows their texts.
     """
 
     def __init__(self, entries: list[TokenLogprobs | None], tokenizer: "Tokenizer") -> None:
-        self._entries, self._length, self._tokenizer = entries, len(entries), tokenizer  # the list may grow
+        self._entries, self._length, self.tokenizer = entries, len(entries), tokenizer  # the list may grow
+
+    def entries(self, start: int = 0) -> list[TokenLogprobs | None]:
+        """As the engine brought them, from token ``start`` on."""
+        return self._entries[start : self._length]
 
     def __len__(self) -> int:
         return self._length
@@ -49,7 +56,7 @@ class LogprobList(Sequence[Any]):
 
     def _by_id(self, entry: TokenLogprobs | None) -> dict[int, Logprob] | None:
         return entry and {
-            token: Logprob(logprob, rank, self._tokenizer.token_bytes(token).decode("utf-8", "replace"))
+            token: Logprob(logprob, rank, self.tokenizer.token_bytes(token).decode("utf-8", "replace"))
             for token, logprob, rank in zip(*entry)
         }
 
@@ -74,7 +81,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
-    logprobs: Sequence[dict[int, Logprob]] | None
+    logprobs: LogprobList | None
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
@@ -116,7 +123,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None
+    prompt_logprobs: LogprobList | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
@@ -129,10 +136,7 @@ class RequestOutput:
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values that JSON can carry: minus infinity becomes None, and token ids of log
         probabilities become strings."""
-        outputs = [replace(one, logprobs=one.logprobs and list(one.logprobs)) for one in self.outputs]
-        return _plain(
-            asdict(replace(self, outputs=outputs, prompt_logprobs=self.prompt_logprobs and list(self.prompt_logprobs)))
-        )
+        return _plain(self)
 
 
 class Reply:
@@ -291,9 +295,11 @@ class _Choice:
 
 
 def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | LogprobList):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None

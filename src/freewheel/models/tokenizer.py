@@ -322,6 +322,9 @@ def _byte_characters() -> dict[str, int]:
 _BYTE_OF = _byte_characters()
 
 
+LONG = 4096  # characters from which on other threads should not wait
+
+
 class LibraryEncoder:
     """An encoder of the ``tokenizers`` library."""
 
@@ -330,11 +333,13 @@ class LibraryEncoder:
         self._guarded: tokenizers.Tokenizer | None = None
 
     def encode(self, text: str, ignored: str = "") -> list[int]:
-        if not ignored:
-            return self._backend.encode(text, add_special_tokens=False).ids
-        if self._guarded is None:
-            self._guarded = self._ignoring(ignored)
-        return self._guarded.encode(text, add_special_tokens=False).ids
+        backend = self._backend
+        if ignored:
+            backend = self._guarded = self._guarded or self._ignoring(ignored)
+        if len(text) < LONG:
+            return backend.encode(text, add_special_tokens=False).ids
+        # As a batch, for which the library lets other threads run; and without offsets, which take most of its time.
+        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _ignoring(self, ignored: str) -> "tokenizers.Tokenizer":
         """A twin with the same model, whose normaliser, which runs once added tokens are found, drops ``ignored``."""

@@ -47,8 +47,7 @@ from freewheel.server.replies import (
     Answer,
     Object,
     Progress,
-    chat_logprobs,
-    completion_logprobs,
+    Texts,
     event,
     framed,
     usage,
@@ -164,6 +163,7 @@ class Service:
         self.max_model_len = engine.max_model_len
         self.active = 0
         self.metrics = Metrics(engine)
+        self.texts = Texts(tokenizer)
         # One: more of them would only take the interpreter from the event loop more often.
         self._thread = ThreadPoolExecutor(1, "freewheel-server")
 
@@ -274,17 +274,17 @@ class Service:
             first = not (progress.characters or progress.tokens)
             ids, entries = progress.news(one)
             text = one.delta if request.stream else one.text
-            listed: list[Any] = list(entries)
+            listed = entries
             shown = list(ids)
             start = progress.characters
             if request.echo and first:
                 text = (output.prompt or self.tokenizer.decode(output.prompt_token_ids)) + text
                 if output.prompt_logprobs is not None:
-                    listed = [*output.prompt_logprobs, *listed]
+                    listed = [*output.prompt_logprobs.entries(), *listed]
                     shown = [*output.prompt_token_ids, *shown]
             progress.characters += len(text)
             made: Object = {"index": number * params.n + one.index, "text": text, "finish_reason": one.finish_reason}
-            made["logprobs"] = None if request.logprobs is None else completion_logprobs(listed, shown, start)
+            made["logprobs"] = None if request.logprobs is None else self.texts.completion(listed, shown, start)
             made["stop_reason"] = one.stop_reason
             if request.return_token_ids:
                 made |= {"token_ids": ids, "prompt_token_ids": output.prompt_token_ids if first else None}
@@ -307,7 +307,7 @@ class Service:
             if not request.stream:
                 part = {"role": "assistant", **part, "refusal": None}
             made: Object = {"index": one.index, "delta" if request.stream else "message": part}
-            made["logprobs"] = chat_logprobs(entries, ids, params.logprobs or 0) if request.logprobs else None
+            made["logprobs"] = self.texts.chat(entries, params.logprobs or 0) if request.logprobs else None
             made |= {"finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
             if request.return_token_ids:
                 made["token_ids"] = ids

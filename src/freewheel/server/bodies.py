@@ -7,6 +7,8 @@ once keeps the interpreter from every other thread as well.
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from itertools import islice
+from json.decoder import JSONArray  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any, NoReturn, TypeVar
 
@@ -69,13 +71,21 @@ class _Decoder(json.JSONDecoder):
 
     def __init__(self) -> None:
         super().__init__(object_pairs_hook=self._pairs, parse_constant=_no_constant, parse_int=_integer)
+        self.parse_array = self._array
         self.scan_once = py_make_scanner(self)
         self._objects = 0
 
-    def _pairs(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def _count(self) -> None:
         self._objects += 1
         if self._objects > MOST_OBJECTS:
-            raise ValueError(f"it has more than {MOST_OBJECTS} objects")
+            raise ValueError(f"it has more than {MOST_OBJECTS} objects and lists")
+
+    def _array(self, *place: Any) -> Any:
+        self._count()
+        return JSONArray(*place)
+
+    def _pairs(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        self._count()
         found = dict(pairs)
         if len(found) < len(pairs):
             raise ValueError("an object has a key more than once")
@@ -122,7 +132,7 @@ def encoded(value: Any, *, in_pieces: bool = False) -> bytes:
 
 
 def written(value: Any) -> Iterator[str]:
-    """``value`` as JSON in pieces, of which each takes a short time."""
+    """``value`` as JSON in pieces, of which each takes a short time. What an iterator gives is a list's items."""
     if isinstance(value, dict):
         begin = "{"
         for key, item in value.items():
@@ -130,14 +140,14 @@ def written(value: Any) -> Iterator[str]:
             yield from written(item)
             begin = ","
         yield "}" if value else "{}"
-    elif isinstance(value, list) and len(value) > SLICE:
-        start, size = 0, 1
-        while start < len(value):
+    elif isinstance(value, Iterator) or (isinstance(value, list) and len(value) > SLICE):
+        begin, items, size = "[", iter(value), 1
+        while some := list(islice(items, size)):
             began = time.perf_counter()
-            yield ("," if start else "[") + _dumps(value[start : start + size])[1:-1]
-            start += size
-            size = size * 2 if time.perf_counter() - began < SECONDS else max(1, size // 2)
-        yield "]"
+            yield begin + _dumps(some)[1:-1]
+            begin = ","
+            size = min(size * 2, 2**14) if time.perf_counter() - began < SECONDS else max(1, size // 2)
+        yield "[]" if begin == "[" else "]"
     elif isinstance(value, list) and value:
         begin = "["
         for item in value:
@@ -149,4 +159,5 @@ def written(value: Any) -> Iterator[str]:
         yield _dumps(value)
 
 
-_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+# Whatever is no value is an iterable of them.
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=list).encode

@@ -4,7 +4,7 @@ Nothing is stored here, so each request brings its whole conversation.
 """
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from uuid import uuid4
 
@@ -16,7 +16,7 @@ from freewheel.sampling import SamplingParams
 from freewheel.server.bodies import encoded
 from freewheel.server.errors import ApiError
 from freewheel.server.protocol import MOST_MESSAGES, Body, ResponseFormat, Sampled
-from freewheel.server.replies import Object, Progress, chat_logprobs, framed
+from freewheel.server.replies import Entry, Object, Progress, framed
 from freewheel.server.streams import Stream, begun, following, last
 
 if TYPE_CHECKING:
@@ -193,8 +193,8 @@ class _Reply:
         return await self._service.made(0 if self._logprobs is None else tokens * (1 + self._logprobs), make)
 
     def _delta(self, one: CompletionOutput, progress: Progress) -> Object:
-        ids, entries = progress.news(one)
-        values = {**self._place, "delta": one.delta, "logprobs": self._listed(entries, ids)}
+        _, entries = progress.news(one)
+        values = {**self._place, "delta": one.delta, "logprobs": self._listed(entries)}
         return self._described("response.output_text.delta", values)
 
     def _described(self, kind: str, values: Object) -> Object:
@@ -212,10 +212,10 @@ class _Reply:
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": parts}
 
     def _part(self, one: CompletionOutput) -> Object:
-        return _part(one.text, self._listed(one.logprobs or [], one.token_ids))
+        return _part(one.text, self._listed([] if one.logprobs is None else one.logprobs.entries()))
 
-    def _listed(self, entries: Any, ids: list[int]) -> list[Object]:
-        return [] if self._logprobs is None else chat_logprobs(entries, ids, self._logprobs)["content"]
+    def _listed(self, entries: Sequence[Entry]) -> list[Object]:
+        return [] if self._logprobs is None else list(self._service.texts.chat(entries, self._logprobs)["content"])
 
 
 def _part(text: str, logprobs: list[Object]) -> Object:
