@@ -30,7 +30,7 @@ class Served(NamedTuple):
 def serving(path: Path, engine_options: dict[str, Any] | None = None, **options: Any) -> Iterator[Served]:
     """Serve the model until the block ends; the engine's integrity is checked then."""
     model = load(path, dtype="float32")
-    engine = build_engine(model, EngineConfig(max_num_seqs=8, **(engine_options or {})))
+    engine = build_engine(model, EngineConfig(**{"max_num_seqs": 8} | (engine_options or {})))
     app = make_app(engine, model.tokenizer, ServerConfig(name="tiny", **options))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)

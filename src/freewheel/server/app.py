@@ -186,11 +186,14 @@ class Service:
         if self.engine.dead:
             raise ApiError(503, "the engine takes no more requests")
 
-    def check_length(self, field: str, characters: int) -> None:
-        """ApiError where a text is too long for whatever tokens it may have; that is known before these are."""
-        if characters > max(self.max_model_len * self.tokenizer.longest, LONG):
-            most = f"the longest sequence of {self.max_model_len} tokens can hold"
-            raise ApiError(400, f"{field} has {characters} characters, more than {most}", field)
+    def check_length(self, field: str, length: int, unit: str = "characters") -> None:
+        """ApiError where a prompt is too long, whatever tokens its text may have: that is known before these are."""
+        most = self.max_model_len
+        if unit == "characters":
+            most = max(most * self.tokenizer.longest, LONG) if length > LONG else LONG
+        if length > most:
+            limit = f"the longest sequence of {self.max_model_len} tokens can hold"
+            raise ApiError(400, f"{field} has {length} {unit}, more than {limit}", field)
 
     async def params(self, request: Sampled) -> SamplingParams:
         """ApiError names the field that is wrong."""
@@ -265,8 +268,7 @@ class Service:
         prompts = await self.within(request, request.prompts)
         self.check_room(len(prompts))
         for prompt in prompts:
-            if isinstance(prompt, str):
-                self.check_length("prompt", len(prompt))
+            self.check_length("prompt", len(prompt), "characters" if isinstance(prompt, str) else "tokens")
         answer = Answer("text_completion", "cmpl", self.config.name)
 
         def choice(number: int, output: RequestOutput, one: CompletionOutput, progress: Progress) -> Object:

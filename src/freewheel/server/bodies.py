@@ -70,7 +70,7 @@ class _Decoder(json.JSONDecoder):
     """JSON and nothing else, in Python; only strings, which are the bulk of what is right, are read by C."""
 
     def __init__(self) -> None:
-        super().__init__(object_pairs_hook=self._pairs, parse_constant=_no_constant, parse_int=_integer)
+        super().__init__(object_pairs_hook=self._pairs, parse_constant=_no_constant)
         self.parse_array = self._array
         self.scan_once = py_make_scanner(self)
         self._objects = 0
@@ -94,12 +94,6 @@ class _Decoder(json.JSONDecoder):
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > 100:
-        raise ValueError("a number has more than 100 digits")
-    return int(digits)
 
 
 def unfit(error: ValidationError) -> ApiError:
