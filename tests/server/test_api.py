@@ -1,7 +1,9 @@
 """The server's interface, by the client that it is made for; its answers are those of the offline API."""
 
+import contextlib
 import itertools
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -347,3 +349,43 @@ def test_no_value_of_any_field_is_a_server_s_error(served: Served, path: str) ->
                 assert (error["param"] or "").startswith(field) or error["message"].startswith(field), (value, error)
                 assert len(got.content) < 1000
     assert served.client.completions.create(model="tiny", prompt="Hi", max_tokens=1).choices
+
+
+def test_each_answer_has_the_request_s_name(served: Served) -> None:
+    """The client's, if it is a plain one: it goes into logs."""
+
+    def named(name: str | bytes | None) -> str:
+        headers: Any = {} if name is None else {"X-Request-Id": name}
+        return httpx.get(f"{served.url}/nowhere", headers=headers).headers["x-request-id"]
+
+    assert named("a-1.b_2:c") == "a-1.b_2:c"
+    for name in (None, "", "a b", "x" * 129, "a\tb", "é".encode(), "a;b"):
+        assert re.fullmatch("[0-9a-f]{32}", named(name))
+    assert named(None) != named(None)
+
+
+def test_each_request_has_a_line_in_the_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    def logged(method: str, path: str, lines: int, **options: Any) -> list[str]:
+        caplog.clear()
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.request(method, f"{served.url}{path}", **options)
+        ends = time.monotonic() + 10
+        while len(caplog.messages) < lines and time.monotonic() < ends:
+            time.sleep(0.005)
+        return [re.sub(r"^\w{32} (.*), \d+\.\d{3} s$", r"\1", message) for message in caplog.messages]
+
+    body = {"prompt": "Hi", "max_tokens": 3, "ignore_eos": True}
+    assert logged("GET", "/health", 0) == [], "nothing is written unless asked for"
+    with caplog.at_level("INFO", "freewheel.server"):
+        assert logged("GET", "/health", 1) == ["GET /health 200, 0 + 0 tokens"]
+        for stream in (False, True):
+            [line] = logged("POST", "/v1/completions", 1, json=body | {"stream": stream})
+            assert line == "POST /v1/completions 200, 2 + 3 tokens"
+        [line] = logged("POST", "/v1/responses", 1, json={"input": "Hi", "max_output_tokens": 3})
+        assert re.fullmatch(r"POST /v1/responses 200, \d+ \+ [1-3] tokens", line)
+        assert logged("POST", "/v1/completions", 1, json={}) == ["POST /v1/completions 400, 0 + 0 tokens"]
+        [line] = logged("GET", "/a%0Ab%1B" + "x" * 500, 1)
+        assert line.startswith(r"GET /a\nb\x1bxxx")
+        assert len(line) < 300
+        [line] = logged("POST", "/v1/completions", 1, json=body | {"max_tokens": 200, "n": 64}, timeout=0.1)
+        assert line.startswith("POST /v1/completions 499")

@@ -113,7 +113,11 @@ def unfit(error: ValidationError) -> ApiError:
 
 def _path(error: Any) -> list[int | str]:
     """Where it is, cut to what an error may hold. Types of a union, which stand there too, are left out."""
-    named = [part for part in error["loc"] if isinstance(part, int) or not (part in _TYPES or "[" in part)]
+    named = [
+        part
+        for place, part in enumerate(error["loc"])
+        if place == 0 or isinstance(part, int) or not (part in _TYPES or "[" in part)
+    ]
     return [part[:100] if isinstance(part, str) else part for part in named[:8]]
 
 

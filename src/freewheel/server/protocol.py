@@ -254,7 +254,7 @@ class DetokenizeRequest(Body):
 
 def _id(token: str) -> int:
     """JSON's keys are texts."""
-    if not token.isascii() or not token.isdigit() or len(token) > 10:
+    if not token.isascii() or not token.isdigit() or len(token) > 10 or str(int(token)) != token:
         raise ValueError(f"logit_bias must map token ids to numbers, and {token[:20]!r} is no token id")
     return int(token)
 
