@@ -230,7 +230,7 @@ def openapi(version: str) -> dict[str, Any]:
     for path, taken, given, streams in POSTS:
         answer: dict[str, Any] = {"application/json": _schema(given)}
         if streams:
-            answer["text/event-stream"] = {"schema": {"type": "string"}}
+            answer["text/event-stream"] = {"schema": {"description": "Events with JSON in ``data``"}}
         body = {"required": True, "content": {"application/json": _schema(taken)}}
         statuses = REASONS if streams else [status for status in REASONS if status not in (429, 500, 504)]
         answers = {"200": {"description": "The answer", "content": answer}} | _errors(*statuses)
