@@ -6,6 +6,7 @@
 #   softmax    temperature and softmax, apart and fused
 #   decode     freewheel bench decode on random weights, beside transformers, with a plot and a trace
 #   published  old ways against new, in one run each: draws, softmax, and a float32 copy of the logits
+#   serve      a server under load, with a float32 copy of the logits and without; beside the engine offline (needs FastAPI)
 #   bytes      what the sampler reads and writes, counted by the GPU; needs NVIDIA's ncu
 # Logs, JSON and plots go to $OUT (default: gpu-results); a short table comes last. Wheels in .whl/ fill what python3
 # lacks.
@@ -61,6 +62,13 @@ for part in "${@:-tests}"; do
         bench published-softmax --softmax --batch 32,128,256
         decode published-float32-logits --shape qwen3-0.6b --batch 128 --temperature 1 --repeats 5 \
             --float32-logits --no-float32-logits
+        ;;
+    serve)
+        for side in float32-logits offline; do
+            python3 -m freewheel bench serve --compare $side --device cuda --shape qwen3-0.6b --concurrency 128 \
+                --num-requests 512 --temperature 1 --ignore-eos --processes 4 \
+                --json "$OUT/serve-$side.json" --plot "$OUT/serve-$side.png" >"$OUT/serve-$side.log" 2>&1 || failed=1
+        done
         ;;
     bytes)
         bench bytes --bytes --vocab 151936

@@ -136,6 +136,7 @@ class Collected:
         self.stop_reason: int | None = None
         self.error: str | None = None
         self.cached_tokens = 0
+        self.drafted = 0
 
     def add(self, output: StepOutput) -> None:
         assert self.finish_reason is None, "an output after the last one"
@@ -145,6 +146,7 @@ class Collected:
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.finish_reason, self.stop_reason, self.error = output.finish_reason, output.stop_reason, output.error
         self.cached_tokens = output.cached_tokens or self.cached_tokens
+        self.drafted += output.drafted
 
     def result(self) -> tuple:
         """What must not depend on neighbours, cache, chunks or preemption."""

@@ -196,7 +196,7 @@ def test_gaps_between_graphs_are_those_between_their_events() -> None:
     def between(*times: float) -> Between | None:
         return between_graphs([Event(time) for time in times])
 
-    assert between(1.0, 2.0, 2.5, 4.0, 4.0, 6.0) == Between(0.9, 500.0)
+    assert between(1.0, 2.0, 2.5, 4.0, 4.0, 6.0) == Between(0.9, 500.0, 0.005)
     assert between(1.0, 2.0) is None
     assert between() is None
 

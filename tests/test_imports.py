@@ -11,19 +11,20 @@ SOURCE = Path(__file__).parents[1] / "src" / "freewheel"
 
 # Each part may import the parts listed for it (and itself).
 BASE = {"config", "request"}
-PARTS = {"sampling", "speculative", "cache", "models"}
+PARTS = {"sampling", "speculative", "cache", "models", "grammar"}
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "request": set(),
     "ops": BASE,
     "sampling": {"ops"},
     "speculative": {"ops"},
+    "grammar": {"speculative"},
     "cache": BASE | {"ops"},
     "models": BASE | {"ops"},
     "engine": BASE | {"ops"} | PARTS,
     "interrupts": set(),
     "llm": BASE | {"ops", "engine", "interrupts"} | PARTS,
-    "bench": BASE | {"ops", "engine", "llm"} | PARTS,
+    "bench": BASE | {"ops", "engine", "interrupts", "llm", "server"} | PARTS,
     "server": BASE | {"ops", "engine"} | PARTS,
     "cli": BASE | {"ops", "engine", "interrupts", "llm", "bench", "server"} | PARTS,
 }
@@ -86,7 +87,8 @@ def imported_by(code: str) -> set[str]:
         ("import freewheel.models.store", {"torch", "numpy", "huggingface_hub"}),
         ("import freewheel.sampling", {"tokenizers", "transformers", "huggingface_hub", "triton", "freewheel.engine"}),
         ("import freewheel.speculative", {"triton", "freewheel.sampling", "freewheel.engine"}),
-        ("import freewheel.llm", {"transformers", "huggingface_hub", "gguf", "scipy"}),
+        ("import freewheel.engine.process", {"torch", "numpy", "tokenizers", "freewheel.engine.engine"}),
+        ("import freewheel.llm", {"transformers", "huggingface_hub", "gguf", "scipy", "llguidance"}),
     ],
 )
 def test_nothing_is_imported_before_it_is_needed(code: str, absent: set[str]) -> None:

@@ -5,11 +5,11 @@ The names below are imported on first use, so that ``import freewheel`` costs no
 
 __version__ = "0.1.0"
 TYPE_CHECKING = False  # without the import of typing, which takes longer than all else here
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Grammar", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
     from freewheel.llm import LLM
-    from freewheel.sampling import SamplingParams
+    from freewheel.sampling import Grammar, SamplingParams
 
 
 def __getattr__(name: str) -> object:
@@ -17,8 +17,8 @@ def __getattr__(name: str) -> object:
         from freewheel.llm import LLM
 
         return LLM
-    if name == "SamplingParams":
-        from freewheel.sampling import SamplingParams
+    if name in ("Grammar", "SamplingParams"):
+        from freewheel import sampling
 
-        return SamplingParams
+        return getattr(sampling, name)
     raise AttributeError(f"module 'freewheel' has no attribute {name!r}")

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from freewheel import __version__
@@ -19,7 +20,7 @@ from freewheel.models.store import DEFAULT_MODEL
 if TYPE_CHECKING:
     from freewheel.engine.outputs import RequestOutput
     from freewheel.llm import LLM
-    from freewheel.sampling import SamplingParams
+    from freewheel.sampling import Grammar, SamplingParams
 
 Type = Callable[[str], Any]
 
@@ -58,7 +59,14 @@ SAMPLING_OPTIONS: dict[str, tuple[Type | None, str, str]] = {
     "prompt_logprobs": (int, "N", "the same for the prompt's tokens, always the model's own"),
     "logprobs_mode": (str, "MODE", "of --logprobs: raw, the model's own (default), or processed, after all parameters"),
 }
-REPEATED = {"logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids"}
+# What the output has to look like; one of these at most.
+OUTPUT_OPTIONS: dict[str, tuple[Type | None, str, str]] = {
+    "json_schema": (str, "FILE", "answer in JSON that the schema in FILE describes"),
+    "regex": (str, "PATTERN", "answer with what the expression matches"),
+    "choice": (str, "TEXT", "answer with one of these texts"),
+    "grammar": (str, "FILE", "answer with what the context-free grammar in FILE derives, in Lark's notation or GBNF"),
+}
+REPEATED = {"logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "choice"}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (generate, chat):
         add_model_options(command)
         add_options(command, "sampling", SAMPLING_OPTIONS)
+        add_options(command, "output", OUTPUT_OPTIONS)
         add_options(command, "speculation", SPECULATION_OPTIONS)
 
     serve = commands.add_parser("serve", help="answer over HTTP, with OpenAI's interface")
@@ -151,11 +160,13 @@ def build_parser() -> argparse.ArgumentParser:
     speculation = kinds.add_parser("speculation", help="with drafts and without, where they help and where they can't")
     links = kinds.add_parser("links", help="what a step of speculation waits for, by where its drafts come from")
     index = kinds.add_parser("index", help="what drafting takes by itself, by the length of the context")
+    serving = kinds.add_parser("serve", help="a server under load: rates and latencies, of this engine's or any other")
     from freewheel.bench import decode as bench_decode
     from freewheel.bench import divergence as bench_divergence
     from freewheel.bench import index as bench_index
     from freewheel.bench import links as bench_links
     from freewheel.bench import sampler as bench_sampler
+    from freewheel.bench import serving as bench_serving
     from freewheel.bench import speculation as bench_speculation
     from freewheel.bench import start as bench_start
 
@@ -171,6 +182,10 @@ def build_parser() -> argparse.ArgumentParser:
     for command_parser, benchmark in benchmarks:
         benchmark.add_arguments(command_parser)
         command_parser.set_defaults(run=benchmark.run)
+    bench_serving.add_arguments(serving)
+    add_model_options(serving)
+    add_options(serving, "speculation", SPECULATION_OPTIONS)
+    serving.set_defaults(run=run_bench_serve)
     return parser
 
 
@@ -181,7 +196,27 @@ def sampling_params(args: argparse.Namespace) -> "SamplingParams":
     given = {field: value for field, value in vars(args).items() if field in SAMPLING_OPTIONS}
     if "logit_bias" in given:
         given["logit_bias"] = tuple(given["logit_bias"])
+    given["grammar"] = output_grammar({name: value for name, value in vars(args).items() if name in OUTPUT_OPTIONS})
     return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, "temperature": 0.0, **given})
+
+
+def output_grammar(given: dict[str, Any]) -> "Grammar | None":
+    """What the output has to look like, by the options that were given."""
+    from freewheel.sampling import Grammar
+
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} cannot be combined")
+    for name, value in given.items():
+        if name == "regex":
+            return Grammar.regex(value)
+        if name == "choice":
+            return Grammar.choice(value)
+        try:
+            text = Path(value).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{name}: {value} cannot be read: {error}") from None
+        return Grammar.cfg(text) if name == "grammar" else Grammar.json_schema(text)
+    return None
 
 
 def standard_input() -> TextIO:
@@ -208,24 +243,24 @@ def import_engine() -> None:
         import freewheel.llm  # noqa: F401
 
 
-def set_threads(args: argparse.Namespace) -> None:
-    """Let torch have the threads that were asked for."""
-    import torch
+def check_threads(threads: int | None) -> None:
+    """ValueError if there cannot be so many."""
+    most = 4 * (os.cpu_count() or 1)  # thousands could not even be started
+    if threads is not None and not 1 <= threads <= most:
+        from freewheel.sampling.params import shown
 
-    from freewheel.sampling.params import shown
-
-    if args.threads is not None:
-        most = 4 * (os.cpu_count() or 1)  # thousands could not even be started
-        if not 1 <= args.threads <= most:
-            raise ValueError(f"threads must be an integer from 1 to {most}, not {shown(args.threads)}")
-        torch.set_num_threads(args.threads)
+        raise ValueError(f"threads must be an integer from 1 to {most}, not {shown(threads)}")
 
 
 def load(args: argparse.Namespace) -> "tuple[LLM, dict[str, float]]":
     """The model that ``args`` names, and the seconds that imports (all since the command began) and loading took."""
+    import torch
+
     from freewheel.llm import LLM
 
-    set_threads(args)
+    check_threads(args.threads)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     given = {field: value for field, value in vars(args).items() if field in SPECULATION_OPTIONS}
     imported = time.perf_counter()
     with held_interrupts(at_once_too=True):  # a model that has to be fetched takes long
@@ -336,8 +371,16 @@ def run_serve(args: argparse.Namespace) -> None:
     """``freewheel serve``."""
     from freewheel.server import serve
 
-    set_threads(args)
+    check_threads(args.threads)
     serve.run(args, {field: value for field, value in vars(args).items() if field in SPECULATION_OPTIONS})
+
+
+def run_bench_serve(args: argparse.Namespace) -> None:
+    """``freewheel bench serve``."""
+    from freewheel.bench import serving
+
+    check_threads(args.threads)
+    serving.run(args, {field: value for field, value in vars(args).items() if field in SPECULATION_OPTIONS})
 
 
 def run_chat(args: argparse.Namespace) -> None:

@@ -48,6 +48,25 @@ def test_generate_streams_text_and_sums_up_on_stderr(tiny_model: Path, capsys: p
         assert word in printed.err
 
 
+def test_answers_look_as_they_are_asked_to(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": ["é"]}', "utf-8")
+    grammar.write_text('start: "a" "b"')
+    for arguments, expected in (
+        (["--json-schema", str(schema)], '"é"'),
+        (["--grammar", str(grammar)], "ab"),
+        (["--regex", "[x]{3}"], "xxx"),
+        (["--choice", "yes", "--choice", "yes"], "yes"),
+    ):
+        assert main(generate(tiny_model, *arguments)) == 0
+        assert capsys.readouterr().out.strip() == expected
+    assert "grammar cannot be compiled" in fails(capsys, generate(tiny_model, "--regex", "(["))
+    assert "json_schema: " in fails(capsys, generate(tiny_model, "--json-schema", str(tmp_path / "none")))
+    assert "cannot be combined" in fails(capsys, generate(tiny_model, "--regex", "a", "--choice", "a"))
+
+
 def test_json_is_one_object_with_tokens_logprobs_reason_and_timings(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +124,7 @@ def test_several_answers_are_printed_apart(tiny_model: Path, capsys: pytest.Capt
 
 
 def test_every_sampling_parameter_has_an_option() -> None:
-    assert set(SAMPLING_OPTIONS) == {field.name for field in dataclasses.fields(SamplingParams)}
+    assert {*SAMPLING_OPTIONS, "grammar"} == {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 def test_speculation_changes_steps_and_no_text(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +137,8 @@ def test_speculation_changes_steps_and_no_text(tiny_model: Path, capsys: pytest.
         assert main(generate(tiny_model, "--json", *repeating, *options)) == 0
         told.append(json.loads(capsys.readouterr().out))
     plain, drafted = (result["metrics"]["speculation"] for result in told)
+    counts = [sum(choice.pop("from_draft")) for result in told for choice in result["outputs"]]
+    assert counts == [0, drafted["accepted"]]
     assert told[0]["outputs"] == told[1]["outputs"]
     assert plain == {"steps": 60, "drafted": 0, "accepted": 0}
     assert drafted["steps"] + drafted["accepted"] >= 60 > drafted["steps"]

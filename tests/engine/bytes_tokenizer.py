@@ -25,6 +25,9 @@ class BytesTokenizer:
         del add_special_tokens
         return [self._bytes.index(bytes([byte])) for byte in text.encode()]
 
+    def encode_within(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         kept = [id for id in ids if not (skip_special_tokens and id in self.special_ids)]
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")

@@ -12,7 +12,10 @@ from mock_model import Collected, make_engine, make_request, run
 
 from freewheel.engine.async_engine import AsyncEngine, EngineDeadError
 from freewheel.engine.engine import Engine
+from freewheel.engine.limits import Limits
 from freewheel.engine.outputs import RequestOutput
+from freewheel.grammar import Compiler
+from freewheel.request import Request
 from freewheel.sampling import SamplingParams
 
 TOKENIZER: Any = BytesTokenizer()
@@ -239,8 +242,12 @@ async def test_a_request_is_prepared_off_the_loop() -> None:
             threads.append(threading.get_ident())
             return 0
 
-    validate = engine.validate
-    engine.validate = lambda request: threads.append(threading.get_ident()) or validate(request)  # type: ignore[method-assign]
+    class Strict(Limits):
+        def validate(self, request: Request, grammars: Compiler | None) -> Request:
+            threads.append(threading.get_ident())
+            return super().validate(request, grammars)
+
+    engine.limits = Strict(**vars(engine.limits))
     watched: Any = Watched()
     async with AsyncEngine(engine, watched) as running:
         await read(running, "ab", SamplingParams())

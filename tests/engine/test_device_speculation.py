@@ -34,6 +34,10 @@ ASKED: list[tuple[list[int], dict[str, Any]]] = [
     ([20, 21], {"temperature": 0.3, "max_tokens": 9, "n": 2}),
     ([30, 31, 32], {"temperature": 0.3, "max_tokens": 8, "frequency_penalty": 0.5}),
     ([40, 41, 42, 43], {"temperature": 0.0, "max_tokens": 6, "prompt_logprobs": 1}),
+    (
+        [222, 222, 222],
+        {"temperature": 0.3, "max_tokens": 12, "frequency_penalty": 0.1, "logit_bias": {222: 2.0}, "min_tokens": 4},
+    ),
     ([222, 222, 222], {"temperature": 0.0, "max_tokens": 25}),
 ]
 
@@ -95,6 +99,7 @@ def test_answers_are_those_without_drafts(
     metrics = engine.speculation
     assert metrics is not None
     assert 4 < metrics.accepted < metrics.drafted
+    assert got["r5", 0].drafted
     engine.check()
 
 
@@ -172,7 +177,7 @@ def test_steps_after_a_sequence_has_ended_on_the_device_bring_the_others_what_is
 def test_where_drafts_pay_they_are_made(copying_model: Path, expected: dict[tuple[str, int], Collected]) -> None:
     engine = speculating(copying_model, 1, draft_nodes=3)
     [*_, last] = requests()
-    assert_same(run(engine, [last])["r5", 0], expected["r5", 0])
+    assert_same(run(engine, [last])["r6", 0], expected["r6", 0])
     metrics = engine.speculation
     assert metrics is not None
     assert metrics.accepted > metrics.wasted

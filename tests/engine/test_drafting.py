@@ -578,6 +578,30 @@ class TestMetrics:
         brought = sum(len(tokens) for tokens in texts(expected).values())
         assert total.steps < brought <= total.steps + total.accepted  # an accepted token may have been the last
 
+    def test_accepted_tokens_are_the_first_of_what_a_step_brings(self) -> None:
+        """Drafts of two right tokens and a wrong one: each step brings these two, and the one that is right instead."""
+        request = make_request("a", [1, 2, 3], seed=6, max_tokens=14, ignore_eos=True)
+        text = texts(alone([request]))["a", 0]
+
+        def two_right(output: list[int]) -> DraftTree | None:
+            right = text[len(output) : len(output) + 3]
+            return chain([*right[:2], (right[2] + 1) % VOCAB]) if output and len(right) == 3 else None
+
+        engine, _ = make_engine(speculation=True)
+        Scripted(engine, two_right)
+        engine.add(request)
+        tokenizer: Any = BytesTokenizer()
+        reply = Reply(request, None, tokenizer)
+        brought = []
+        while engine.has_unfinished:
+            for output in engine.step():
+                brought.append((output.token_ids, output.accepted))
+                reply.add(output)
+        assert brought == [(text[:1], 0), *((text[at : at + 3], 2) for at in range(1, 13, 3)), (text[13:], 0)]
+        taken = reply.take()
+        assert taken is not None
+        assert taken.outputs[0].from_draft == [False, *[True, True, False] * 4, False]
+
     def test_without_speculation_there_are_none(self) -> None:
         assert make_engine()[0].speculation is None
 

@@ -1,6 +1,7 @@
 """The engine over a decoder that remembers only what it reads through the page table (see tests/mock_model.py)."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -335,7 +336,7 @@ class TestEnds:
     @pytest.mark.parametrize("end", [EOS, 8, 9, 10])
     def test_min_tokens_holds_every_end_and_stop_id_back_and_no_other(self, end: int) -> None:
         engine, _ = make_engine()
-        engine._eos_token_ids = frozenset({EOS, 8, -1})
+        engine.limits = replace(engine.limits, eos_token_ids=frozenset({EOS, 8, -1}))
         bias = {EOS: 100.0, 8: 100.0, 9: 100.0, 10: 100.0, end: 110.0, VOCAB - 1: 90.0}
         ends = make_request("ends", [1], min_tokens=3, logit_bias=bias, stop_token_ids=[9, 10], seed=0)
         assert run(engine, [ends])["ends", 0].tokens == [VOCAB - 1] * 3 + [end]
@@ -435,7 +436,7 @@ class TestRefusals:
         assert engine.preemptions > 0
         assert len(calls) == 4
         request = make_request("again", [1])
-        engine.validate(request)
+        engine.limits.validate(request, None)
         engine.add(request, checked=True)
         assert len(calls) == 5
 
@@ -481,6 +482,50 @@ class TestLookahead:
         assert expected["ends", 0][0] == [EOS]
         assert [batch.row_counts for batch in decoder.batches[:4]] == [(2, 1), (1, 1), (1, 1), (1,)]
         assert_empty(engine)
+
+
+class TestLoad:
+    @pytest.mark.parametrize("lookahead", [0, 1])
+    def test_busy_is_while_a_step_is_on_its_way(self, lookahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Steps take a second, and what is done between them ten: with one launched ahead that is no idle time."""
+        clock = [100.0]
+        monkeypatch.setattr("freewheel.engine.engine.perf_counter", lambda: clock[0])
+        engine, decoder = make_engine(lookahead=lookahead)
+        seen = []
+
+        def pass_a_second(batch: Any) -> None:
+            before = engine.busy_seconds
+            clock[0] += 1
+            seen.append(engine.busy_seconds - before)
+
+        decoder.before = pass_a_second
+        engine.add(make_request("a", [1, 2], max_tokens=4, ignore_eos=True))
+        while engine.has_unfinished:
+            engine.step()
+            clock[0] += 10
+        assert seen == [1.0] * 4  # a step on its way counts at once
+        assert engine.busy_seconds == (4 + 4 * 10 if lookahead else 4)
+
+    def test_a_step_that_raised_is_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine, decoder = make_engine()
+
+        def fail(batch: Any) -> None:
+            raise RuntimeError("sick")
+
+        decoder.before = fail
+        engine.add(make_request("a", [1, 2]))
+        with pytest.raises(RuntimeError, match="sick"):
+            engine.step()
+        assert engine.busy_seconds == engine.busy_seconds
+
+    def test_pages_in_use_are_those_that_sequences_hold(self) -> None:
+        engine, _ = make_engine(page_size=4, pages=200)
+        assert (engine.stats.pages, engine.stats.pages_in_use) == (200, 0)
+        engine.add(make_request("a", list(range(10)), max_tokens=8, ignore_eos=True))
+        engine.step()
+        assert engine.stats.pages_in_use == 3
+        run(engine)
+        assert engine.stats.pages_in_use == 0  # the prefix cache keeps some, for whoever may want them
 
 
 class TestSteadySteps:

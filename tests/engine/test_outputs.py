@@ -35,6 +35,16 @@ def test_deltas_add_up_and_slow_readers_lose_nothing() -> None:
     assert reply.take() is None
 
 
+def test_tokens_from_drafts_are_told_up_to_a_stop_string() -> None:
+    reply = make_reply(stop=["c"])
+    reply.add(StepOutput("a", 0, token_ids=[TOKENIZER.encode("a")[0]]))
+    reply.add(StepOutput("a", 0, token_ids=TOKENIZER.encode("bbcab"), drafted=6, accepted=4))
+    output = reply.take()
+    assert output is not None
+    assert output.outputs[0].from_draft == [False, True, True, True]
+    assert output.metrics.speculation.accepted == 3
+
+
 def test_an_output_does_not_change_afterwards() -> None:
     reply = make_reply()
     reply.add(StepOutput("a", 0, token_ids=[1]))

@@ -26,21 +26,22 @@ COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from freewheel.engine.draft_kernels import DraftInputs, DraftRows, Guesses, compact, judge, lay_out, settle
-from freewheel.engine.step_kernels import StepInputs, advance, write_pages
+from freewheel.engine.step_kernels import StepInputs, advance, tell, write_pages
 from freewheel.sampling.fused import Sequences
 from freewheel.speculative.draft_kernels import Trees
 
-types = {name: "*i64" for name in "tokens sampled ring lengths history changes".split()}
+types = {name: "*i64" for name in "tokens sampled ring lengths history changes told numbers".split()}
 types |= {
     "statuses": "*u8", "paths": "*i32", "page_table": "*i32", "storage": "*bf16",
     "sequences": Sequences("*i64", "i32", "*i64", "*i32", "*i32", "i32", "i32"),
     "trees": Trees("*i64", "*i32", "*i32", "*i64", "*i32"), "found": Trees("*i64", "*i32", "*i32", "*i64", "*i32"),
-    "guesses": Guesses("*i64", "*i32", "*i64"), "rows": DraftRows(*["*i64"] * 6, "*i32", "*i32"),
+    "guesses": Guesses("*i64", "*i32", "*i64"), "rows": DraftRows(*["*i64"] * 6, "*i32", "*i32", "*i64"),
 }
-sizes = {"NODES": 5, "PADDED": 8, "PLACES": 9}
+sizes = {"NODES": 5, "PADDED": 8, "PLACES": 9, "DEPTH": 5, "COLUMNS": 8}
 for kernel, inputs, constants in [
     (advance, StepInputs(*["*i64"] * 5), {"CHAINED": True}),
     (write_pages, None, {"TILE": 128}),
+    (tell, None, {"TILE": 128}),
     (lay_out, DraftInputs(*["*i64"] * 4), {"SEQUENCES": 4, "ROWS": 16, "TILES": 2, "TILE_ROWS": 4}),
     (settle, DraftInputs(*["*i64"] * 4), {"DRAFTS": True}),
     (settle, DraftInputs(*["*i64"] * 4), {"NODES": 1, "PADDED": 2, "DRAFTS": False}),
@@ -132,6 +133,10 @@ def test_what_was_written_stays_until_all_places_were_taken() -> None:
         outbox.sent()
     assert [numbers.tolist() for numbers in written] == [[[number, 1], [2, 3]] for number in range(OUTBOX_PLACES)]
     assert outbox.write([[9]]).data_ptr() == written[0].data_ptr()
+    numbers = torch.zeros(2, 100, dtype=torch.int64, device=DEVICE)
+    for first in (0, 7):  # the second time by the kernel's handle
+        outbox.tell(numbers, [range(first, first + 100), range(100)])
+        assert numbers.tolist() == [[*range(first, first + 100)], [*range(100)]]
     with pytest.raises(ValueError, match="reshape"):
         outbox.write([[0] * (OUTBOX_WORDS + 1)])
 
@@ -139,6 +144,5 @@ def test_what_was_written_stays_until_all_places_were_taken() -> None:
 def test_kernels_compile_without_a_device() -> None:
     """The interpreter knows no types."""
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=COMPILED)
-    assert done.stdout.split() == ["advance", "write_pages", "lay_out", "settle", "settle", "judge", "compact"], (
-        done.stderr
-    )
+    names = "advance write_pages tell lay_out settle settle judge compact"
+    assert done.stdout.split() == names.split(), done.stderr

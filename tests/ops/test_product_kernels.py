@@ -232,7 +232,7 @@ def test_products_of_attention_in_splits(heads: int, splits: int, head_dim: int,
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 3, 17), (5, 70, 64), (17, 33, 400), (40, 16, 128)])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 3, 17), (5, 70, 64), (17, 33, 400), (200, 16, 128)])
 def test_wide_products(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype)
     tolerance = 2e-5 + (0 if dtype == torch.float32 else torch.finfo(dtype).eps)
@@ -264,7 +264,7 @@ def test_wide_products_with_gates(activation: Any) -> None:
 )
 def test_wide_products_in_shares_add_up(outputs: int, inputs: int, tile: WideTile | None) -> None:
     x, weight, bias, stream = random(7, inputs), random(outputs, inputs), random(outputs), random(7, outputs, seed=1)
-    count = products.shares(weight) if tile is None else -(-inputs // tile.share)
+    count = products.shares(weight, 7) if tile is None else -(-inputs // tile.share)
     assert count > 1
     parts = torch.full((count, 7, outputs), torch.nan, device=DEVICE)
     products.wide_product(parts, x, weight, bias=bias, tile=tile)

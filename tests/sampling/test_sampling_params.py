@@ -29,7 +29,7 @@ NUMBERS = {
     "frequency_penalty": (-2.0, 2.0),
     "presence_penalty": (-2.0, 2.0),
 }
-OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids"}
+OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "grammar"}
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 TOKEN_LISTS = ("allowed_token_ids", "stop_token_ids")
 STRING_LISTS = ("bad_words", "stop")
@@ -53,7 +53,7 @@ def refuse(name: str, value: Any) -> None:
 
 
 def test_the_table_of_fields_is_complete() -> None:
-    assert {*INTEGERS, *NUMBERS, *FLAGS, *TOKEN_LISTS, *STRING_LISTS, "logit_bias", "logprobs_mode"} == ALL
+    assert {*INTEGERS, *NUMBERS, *FLAGS, *TOKEN_LISTS, *STRING_LISTS, "logit_bias", "logprobs_mode", "grammar"} == ALL
 
 
 @pytest.mark.parametrize("name", INTEGERS)

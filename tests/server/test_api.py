@@ -183,7 +183,7 @@ PLAIN = {"prompt": "Hi"}
         ("chat/completions", {"messages": TURNS, "max_completion_tokens": -1}, "max_completion_tokens", "integer"),
         ("chat/completions", {"messages": TURNS, "top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ("chat/completions", {"messages": TURNS, "logprobs": True, "top_logprobs": 9999}, "top_logprobs", "integer"),
-        ("chat/completions", {"messages": TURNS, "tools": []}, "tools", "not supported"),
+        ("chat/completions", {"messages": TURNS, "tools": []}, "tools", "not be empty"),
         ("chat/completions", {"messages": TURNS, "response_format": {"type": "json"}}, "response_format", "'text'"),
     ],
 )  # fmt: skip
@@ -293,6 +293,47 @@ def test_metrics_count_what_was_done(tiny_model: Path) -> None:
     assert float(values['freewheel_refused_total{status="404"}']) == 1
     assert float(values["freewheel_first_token_seconds_count"]) == 2
     assert float(values["freewheel_running"]) == float(values["freewheel_waiting"]) == 0
+
+
+def test_metrics_count_tokens_as_they_come(served: Served) -> None:
+    def count(kind: str) -> float:
+        [line] = re.findall(rf'^freewheel_tokens_total{{kind="{kind}"}} (.*)$', httpx.get(metrics).text, re.MULTILINE)
+        return float(line)
+
+    metrics = f"{served.url}/metrics"
+    prompt, output = count("prompt"), count("output")
+    body = {"prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as reply:
+        next(reply.iter_lines())
+        assert count("prompt") == prompt + 3
+        assert count("output") > output
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_tokens_from_drafts_are_told(copying_model: Path, path: str, stream: bool) -> None:
+    with serving(copying_model, {"speculation": True}) as server:
+        body: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        body |= {"stream": stream} | ({"stream_options": {"include_usage": True}} if stream else {})
+        body |= {"prompt": "abc" * 9} if path == "completions" else {"messages": TURNS}
+        got = httpx.post(f"{server.url}/v1/{path}", json=body)
+        lines = [line.removeprefix("data: ") for line in got.text.split("\n\n") if line]
+        parts = [json.loads(line) for line in lines if line != "[DONE]"]
+    choices = [choice for part in parts for choice in part["choices"] if "token_ids" in choice]
+    assert all(len(choice["from_draft"]) == len(choice["token_ids"]) for choice in choices)
+    told = [one for choice in choices for one in choice["from_draft"]]
+    assert len(told) == 60
+    usage = parts[-1]["usage"]
+    assert sum(told) == usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+
+
+def test_bytes_of_a_token_are_its_own_even_of_part_of_a_character(served: Served, llm: LLM) -> None:
+    part = llm.tokenizer.encode("€")[1]
+    got = served.client.chat.completions.create(
+        model="tiny", messages=TURNS, logprobs=True, max_tokens=1, extra_body={"allowed_token_ids": [part]}
+    )
+    [entry] = got.choices[0].logprobs.content
+    assert (entry.token, entry.bytes) == ("\ufffd", [0x82])
 
 
 @pytest.mark.parametrize("stream", [False, True])

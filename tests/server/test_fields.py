@@ -47,7 +47,8 @@ ELSEWHERE = {
     "model", "stream", "prompt", "messages", "input", "instructions", "echo", "logprobs", "top_logprobs", "include",
     "prompt_logprobs", "n", "stream_options", "return_token_ids", "max_completion_tokens", "max_output_tokens",
     "add_generation_prompt", "chat_template_kwargs", "response_format", "text", "suffix", "best_of", "store",
-    "truncation", "background", "previous_response_id",
+    "truncation", "background", "previous_response_id", "regex", "grammar", "choice", "tools", "tool_choice",
+    "parallel_tool_calls",
 }  # fmt: skip
 NOTHING = {"user", "metadata", "safety_identifier", "prompt_cache_key", "priority"}
 

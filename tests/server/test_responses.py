@@ -167,7 +167,7 @@ def test_what_was_asked_is_said_again(served: Served) -> None:
         ({"input": "x", "reasoning": {"effort": "low"}}, "reasoning", "not supported"),
         ({"input": "x", "n": 2}, "n", "not supported"),
         ({"input": "x", "max_tokens": 2}, "max_tokens", "not supported"),
-        ({"input": "x", "text": {"format": {"type": "yaml"}}}, "text.format.type", "'text'"),
+        ({"input": "x", "text": {"format": {"type": "yaml"}}}, "text.format", "'text'"),
         ({"input": "x" * 9999}, "input", "longest sequence"),
         ({"input": "x", "model": "other"}, "model", "does not exist"),
     ],

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from freewheel.models.load import LoadedModel
     from freewheel.models.spec import ModelSpec
+    from freewheel.models.tokenizer import Tokenizer
 
 Config = dict[str, Any]
 DummyDType = Literal["float32", "bfloat16", "float16"]
@@ -167,20 +168,25 @@ def dummy_model(shape: str, dtype: str, device: "torch.device | str") -> "Loaded
     from freewheel.models.decoder import Decoder
     from freewheel.models.load import LoadedModel
     from freewheel.models.spec import ModelSpec
-    from freewheel.models.tokenizer import Tokenizer
 
     if dtype not in get_args(DummyDType):
         raise ValueError(f"dtype of random weights must be one of {', '.join(get_args(DummyDType))}, not {dtype!r}")
     spec, device, kind = ModelSpec.from_config(shape_config(shape)), torch.device(device), getattr(torch, dtype)
-    tokenizer = Tokenizer(
+    decoder = Decoder(spec, DummyWeights(spec, kind, device), dtype=kind, device=device)
+    return LoadedModel(Path(shape), spec, decoder, id_tokenizer(spec.vocab_size))
+
+
+def id_tokenizer(vocab_size: int) -> "Tokenizer":
+    """One that spells out ids, reads no text and knows no end."""
+    from freewheel.models.tokenizer import Tokenizer
+
+    return Tokenizer(
         NoText(),
         token_text=lambda id: f"<{id}>",
         text_bytes=str.encode,
-        vocab_size=spec.vocab_size,
+        vocab_size=vocab_size,
         special_ids=(),
         added_ids=(),
         bos_token_id=None,
         eos_token_ids=(),
     )
-    decoder = Decoder(spec, DummyWeights(spec, kind, device), dtype=kind, device=device)
-    return LoadedModel(Path(shape), spec, decoder, tokenizer)

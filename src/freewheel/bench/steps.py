@@ -88,6 +88,14 @@ class Between:
 
     share: float
     longest_gap_us: float
+    seconds: float = 0.0
+
+    @classmethod
+    def over(cls, series: Sequence["Between"]) -> "Between":
+        """That of several series together."""
+        seconds = sum(one.seconds for one in series)
+        share = sum(one.share * one.seconds for one in series) / seconds
+        return cls(share, max(one.longest_gap_us for one in series), seconds)
 
 
 @contextmanager
@@ -113,7 +121,8 @@ def between_graphs(events: Sequence[Any]) -> Between | None:
     if len(events) < 4:
         return None
     gaps = [ended.elapsed_time(began) for ended, began in zip(events[1:-1:2], events[2::2], strict=True)]
-    return Between(1 - sum(gaps) / events[0].elapsed_time(events[-1]), max(gaps) * 1e3)
+    milliseconds = events[0].elapsed_time(events[-1])
+    return Between(1 - sum(gaps) / milliseconds, max(gaps) * 1e3, milliseconds / 1e3)
 
 
 @contextmanager

@@ -1,22 +1,24 @@
-"""The engine for asynchronous use: it runs in a thread of its own, and text is made on the event loop.
+"""The engine for asynchronous use: it runs in a thread or a process of its own, and text is made on the event loop.
 
-The two sides exchange plain messages, as they would from process to process: requests and their ends go in through an
-inbox, the outputs of each step come back as one call on the loop.
+:mod:`freewheel.engine.loop` says what the two sides tell each other.
 """
 
 import asyncio
-import threading
+import logging
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from queue import SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from freewheel.engine.engine import Engine
 from freewheel.engine.inputs import Prompt, make_request
+from freewheel.engine.loop import Abort, EngineDeadError, EngineThread, Failed, Finish, News, Step
 from freewheel.engine.outputs import Reply, RequestOutput
-from freewheel.request import FinishReason, Request, StepOutput
+from freewheel.engine.process import EngineProcess
+from freewheel.grammar import Compiler
+from freewheel.request import FinishReason, Stats, StepOutput
 from freewheel.sampling import SamplingParams
 from freewheel.sampling.params import shown
 
@@ -24,44 +26,33 @@ if TYPE_CHECKING:
     from freewheel.models.tokenizer import Tokenizer
 
 
-class Abort(NamedTuple):
-    """End a request."""
-
-    request_id: str
-
-
-class Finish(NamedTuple):
-    """End one choice that has met a stop string."""
-
-    request_id: str
-    choice: int
-
-
-class Close(NamedTuple):
-    """End the thread."""
-
-
-class EngineDeadError(RuntimeError):
-    """The engine takes no more requests: it was closed, or a step raised."""
+logger = logging.getLogger(__name__)
 
 
 class AsyncEngine:
     """Use it as ``async with AsyncEngine(engine, tokenizer) as engine``, once and from one event loop.
 
     Args:
-        engine: not to be used by anyone else from here on.
+        engine: runs in a thread; or it has a process, and is loaded. Not to be used by anyone else from here on.
         tokenizer: the model's.
+
+    Attributes:
+        limits: what it takes.
+        stats: what it did after its latest step.
     """
 
-    def __init__(self, engine: Engine, tokenizer: "Tokenizer") -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine | EngineProcess, tokenizer: "Tokenizer") -> None:
+        self._engine = engine if isinstance(engine, EngineProcess) else EngineThread(engine)
+        self.limits = engine.limits
+        self.stats = Stats()
         self._tokenizer = tokenizer
-        self._inbox: SimpleQueue[Request | Abort | Finish | Close] = SimpleQueue()
         self._names: dict[str, _Active] = {}  # by the user's id, from the moment that one is asked for
         self._active: dict[str, _Active] = {}  # by the engine's id, once they are prepared
         self._ids = count()
         self._dead: str | None = "the engine was not started"
-        self._thread = threading.Thread(target=self._run, name="freewheel-engine", daemon=True)
+        self._grammars = engine.grammars if isinstance(engine, Engine) else Compiler(tokenizer, engine.limits.logits)
+        self._compiling = ThreadPoolExecutor(2, "freewheel-grammars")
+        self._entered = False
 
     @property
     def dead(self) -> bool:
@@ -69,19 +60,22 @@ class AsyncEngine:
         return self._dead is not None
 
     async def __aenter__(self) -> "AsyncEngine":
-        if self._thread.ident is not None:
+        if self._entered:
             raise RuntimeError("an AsyncEngine can be entered only once")
+        self._entered = True
         self._loop = asyncio.get_running_loop()
         self._dead = None
-        self._thread.start()
+        if self._grammars is not None:  # if the library is there, the first grammar need not wait for that
+            self._compiling.submit(self._grammars.prepare)
+        await self._engine.start(self._take)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._die("the engine was closed")
-        self._inbox.put(Close())
-        await asyncio.to_thread(self._thread.join)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        await self._engine.close()
 
     async def generate(
         self,
@@ -113,8 +107,12 @@ class AsyncEngine:
             raise ValueError(f"request_id {shown(name)} is in use")
         active = self._names[name] = _Active(str(next(self._ids)))
         try:
-            # In another thread, as a long prompt or list takes long.
-            reply = await asyncio.to_thread(self._prepare, active.engine_id, name, prompt, sampling_params, priority)
+            # In another thread, as a long prompt or list takes long; and grammars, which take longer, in few of them.
+            constrained = isinstance(sampling_params, SamplingParams) and sampling_params.grammar is not None
+            reply = await self._loop.run_in_executor(
+                self._compiling if constrained else None,
+                self._prepare, active.engine_id, name, prompt, sampling_params, priority,
+            )  # fmt: skip
             if self._dead is not None:
                 raise EngineDeadError(self._dead)
             active.reply = reply
@@ -123,7 +121,7 @@ class AsyncEngine:
                 choices = range(reply.request.params.n)
                 self._deliver([StepOutput(active.engine_id, i, finish_reason=FinishReason.ABORT) for i in choices])
             else:
-                self._inbox.put(reply.request)
+                self._engine.send(reply.request)
             output = None
             while output is None or not output.finished:
                 await active.news.wait()
@@ -132,14 +130,14 @@ class AsyncEngine:
                     yield output
         finally:
             if self._active.pop(active.engine_id, None) is not None and not active.reply.finished:
-                self._inbox.put(Abort(active.engine_id))
+                self._engine.send(Abort(active.engine_id))
             del self._names[name]
 
     def _prepare(
         self, engine_id: str, name: str, prompt: Prompt, params: SamplingParams | None, priority: int
     ) -> Reply:
         request, text = make_request(self._tokenizer, engine_id, prompt, params, priority)
-        self._engine.validate(request)
+        request = self.limits.validate(request, self._grammars)
         return Reply(request, text, self._tokenizer, request_id=name)
 
     def abort(self, request_id: str) -> None:
@@ -151,7 +149,18 @@ class AsyncEngine:
     def _abort(self, active: "_Active") -> None:
         """On the loop, where no preparation can come to its end meanwhile."""
         active.aborted = True
-        self._inbox.put(Abort(active.engine_id))
+        self._engine.send(Abort(active.engine_id))
+
+    def _take(self, news: News) -> None:
+        """On the loop: what the engine tells."""
+        match news:
+            case Step(outputs, stats):
+                self.stats = stats
+                self._deliver(outputs)
+            case Failed(message, details):
+                if self._dead is None:
+                    logger.error("%s", "\n".join(filter(None, (message, details))))
+                self._die(message)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """On the loop: hand a step's outputs to their readers."""
@@ -161,43 +170,19 @@ class AsyncEngine:
                 continue
             try:
                 if active.reply.add(output):
-                    self._inbox.put(Finish(output.request_id, output.index))
+                    self._engine.send(Finish(output.request_id, output.index))
             except Exception as error:
                 active.reply.fail(f"{type(error).__name__}: {error}")
-                self._inbox.put(Abort(output.request_id))
+                self._engine.send(Abort(output.request_id))
             active.news.set()
 
     def _die(self, message: str) -> None:
         """On the loop: take no more requests, and end all that have no end yet."""
         self._dead = self._dead or message
+        self.stats = self.stats._replace(running=0, waiting=0)
         for active in self._active.values():
             active.reply.fail(message)
             active.news.set()
-
-    def _run(self) -> None:
-        """The engine's thread."""
-        try:
-            while self._receive():
-                outputs = self._engine.step()
-                if outputs:
-                    self._loop.call_soon_threadsafe(self._deliver, outputs)
-        except BaseException as error:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._die, f"the engine failed: {type(error).__name__}: {error}")
-
-    def _receive(self) -> bool:
-        """Take in what has arrived, and wait for something if there is nothing to do; False at the end."""
-        while not self._inbox.empty() or not self._engine.has_unfinished:
-            match self._inbox.get():
-                case Request() as request:
-                    self._engine.add(request, checked=True)
-                case Abort(request_id):
-                    self._engine.abort(request_id)
-                case Finish(request_id, choice):
-                    self._engine.finish(request_id, choice)
-                case Close():
-                    return False
-        return True
 
 
 class _Active:

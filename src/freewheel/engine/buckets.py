@@ -1,5 +1,7 @@
 """Numbers of rows for which steps are captured."""
 
+from freewheel.config import EngineConfig
+
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CHUNKS = (16, 32, 64, 128, 256, 512, 1024)
 MAX_DRAFT_ROWS = 512  # of a step whose drafts the device makes
@@ -19,6 +21,14 @@ def draft_rows(sequences: int, nodes: int, most_rows: int) -> list[int]:
     """Numbers of rows that steps of so many sequences have, each of which may have drafts of so many nodes."""
     most = max(min(sequences * (1 + nodes), MAX_DRAFT_ROWS, most_rows), sequences + 1)
     return [rows for rows in (*BUCKETS, MAX_DRAFT_ROWS) if sequences < rows < 2 * most]
+
+
+def most_drawn(config: EngineConfig) -> int:
+    """Rows from which tokens are drawn at once at most, on CUDA devices, those for drafts that are not needed too."""
+    if not config.speculation:
+        return config.max_num_seqs
+    most_rows = config.most_rows("cuda")
+    return max(draft_rows(size, config.draft_nodes, most_rows)[-1] for size in buckets(config.max_num_seqs))
 
 
 def draft_step(sequences: int, drafted: int, nodes: int, most_rows: int) -> tuple[int, int]:

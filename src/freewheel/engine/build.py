@@ -8,9 +8,11 @@ import torch
 
 from freewheel.cache.pool import KVPool, available_memory, size_pool
 from freewheel.config import EngineConfig
+from freewheel.engine.buckets import most_drawn
 from freewheel.engine.corpus import load_corpus
 from freewheel.engine.engine import Engine
 from freewheel.engine.runner import Runner
+from freewheel.grammar import Compiler
 from freewheel.models.decoder import kv_bytes_per_token, kv_cache_shape
 from freewheel.models.load import LoadedModel
 from freewheel.sampling import Sampler
@@ -48,7 +50,7 @@ def build_engine(
 
         if config.speculation and config.draft_width > MOST_WIDTH:
             raise ValueError(f"draft_width must be at most {MOST_WIDTH} on CUDA devices, not {config.draft_width}")
-        beside = working_memory(decoder, config) + most_bytes(config.max_num_seqs, spec.vocab_size)
+        beside = working_memory(decoder, config) + most_bytes(config.max_num_seqs, most_drawn(config), spec.vocab_size)
         available = max(0, available - beside)
     size = size_pool(
         config,
@@ -71,6 +73,7 @@ def build_engine(
         eos_token_ids=model.tokenizer.eos_token_ids,
         corpus=None if config.draft_corpus is None else load_corpus(config.draft_corpus, model.tokenizer),
         runner=runner or runner_for(config, decoder.device.type),
+        grammars=Compiler(model.tokenizer, spec.vocab_size),
     )
 
 

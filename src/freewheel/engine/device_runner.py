@@ -13,7 +13,7 @@ launched behind it. More rows, or more that are scored, are launched one kernel 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from freewheel.config import MOST_LOOKAHEAD, EngineConfig
 from freewheel.engine.buckets import BUCKETS, CHUNKS, bucket_for, buckets, chunk_sizes, draft_rows, draft_step
 from freewheel.engine.draft_step import GUESSED, DeviceDrafts, Drafted, DraftStep
 from freewheel.engine.engine import MAX_SCORED_ROWS
+from freewheel.engine.masks import Constrained, MaskBuffer
 from freewheel.engine.ring import OUTBOX_WORDS, Outbox
 from freewheel.engine.runner import Brought, InFlight, Launched, Runner, Span, StepResult
 from freewheel.engine.scheduler import pages_for
@@ -34,8 +35,9 @@ from freewheel.engine.step_kernels import write_pages
 from freewheel.models.decoder import Decoder, kv_cache_shape
 from freewheel.models.fused_decoder import FusedDecoder, Rows
 from freewheel.ops.attention_gpu import plan_tiles
-from freewheel.ops.launch import launch
-from freewheel.sampling import Logprobs, Sampler
+from freewheel.ops.launch import Direct
+from freewheel.sampling import Logprobs, Sampler, SampleRows
+from freewheel.speculative import DraftTree
 
 MOST_WANTED = 32  # rows of a captured chunk that have logits
 RARE = 4  # times that a demand is met before its step is captured; at least once, which compiles its kernels
@@ -109,6 +111,8 @@ class DeviceRunner(Runner):
         # Kernels and graphs are launched on the thread's current device, which is the first as a rule.
         self._here = torch.cuda.device(pool.device) if pool.device.index else nullcontext()
         self._outbox = Outbox(pool.device)
+        self._page_writer = Direct(write_pages, warps=1)
+        self._decode_masks = MaskBuffer(state.vocab_size, pool.device)  # those of prompts have another
         self._steps: dict[int, DecodeStep] = {}
         self._draft_steps: dict[tuple[int, int], DraftStep] = {}
         self._drafts: DeviceDrafts | None = None
@@ -185,16 +189,16 @@ class DeviceRunner(Runner):
             torch.cuda.synchronize(self._device)
 
     @torch.inference_mode()
-    def launch(self, spans: Sequence[Span]) -> InFlight:
-        """Run the spans' rows and draw. Tokens are appended to the sampling state."""
+    def launch(self, spans: Sequence[Span], catch_up: Callable[[], None] = lambda: None) -> InFlight:
+        """See :class:`Runner`."""
         with self._here:
-            return self._launch(spans)
+            return self._launch(spans, catch_up)
 
-    def _launch(self, spans: Sequence[Span]) -> InFlight:
+    def _launch(self, spans: Sequence[Span], catch_up: Callable[[], None]) -> InFlight:
         self._upload_pages()
         alone = [i for i, span in enumerate(spans) if span.rows == 1 and span.sample and not span.scored]
         rest = [] if len(alone) == len(spans) else sorted(set(range(len(spans))).difference(alone))
-        groups: list[tuple[list[int], Callable[[list[Span]], InFlight]]] = []
+        groups: list[tuple[list[int], Callable[[list[Span], Callable[[], None]], InFlight]]] = []
         for i in range(0, len(alone), BUCKETS[-1]):
             groups.append((alone[i : i + BUCKETS[-1]], self._decode))
         if rest:
@@ -202,7 +206,7 @@ class DeviceRunner(Runner):
         parts: list[tuple[list[int], InFlight]] = []
         try:
             for members, run in groups:
-                parts.append((members, run([spans[i] for i in members])))
+                parts.append((members, run([spans[i] for i in members], catch_up)))
         except BaseException:
             self._take_back([part for _, part in parts])
             raise
@@ -220,7 +224,7 @@ class DeviceRunner(Runner):
         for step in (*self._steps.values(), *self._draft_steps.values()):
             step.forget()
 
-    def _decode(self, spans: Sequence[Span]) -> InFlight:
+    def _decode(self, spans: Sequence[Span], catch_up: Callable[[], None]) -> InFlight:
         slots = [span.slot for span in spans]
         if self._drafts is not None and any(span.nodes or span.follows or span.guess for span in spans):
             nodes = [span.nodes for span in spans]
@@ -230,8 +234,30 @@ class DeviceRunner(Runner):
         else:
             step = self._step(bucket_for(len(spans)))
             step.put(slots, [span.start for span in spans])
-        logprobs = self._replay(step) if self._graphs else self._sample(step, self._forward(step))
+        if any(span.matcher for span in spans):
+            logprobs = self._constrained(step, spans, catch_up)
+        else:
+            logprobs = self._replay(step) if self._graphs else self._sample(step, self._forward(step))
         return step.launched(logprobs)
+
+    def _constrained(self, step: Decode, spans: Sequence[Span], catch_up: Callable[[], None]) -> Logprobs | None:
+        """A step with grammars. Their masks are made while the decoder runs, which does not wait for them.
+
+        They go by the tokens of the step before, and by what is drafted, which the device tells before it goes on.
+        """
+        self._begin(step)
+        laid_out = step.laid_out() if isinstance(step, DraftStep) else None
+        logits = step.graphs.decoder.replay() if step.graphs.decoder else self._fused(step.rows)
+        catch_up()
+        numbers = [i for i, span in enumerate(spans) if span.matcher]
+        drafts = [(i, DraftTree()) for i in numbers] if laid_out is None else laid_out.trees(numbers)
+        constrained = [
+            Constrained(laid[0], matcher, laid[1])
+            for i, laid in zip(numbers, drafts)
+            if laid is not None and (matcher := spans[i].matcher)
+        ]
+        masks, mask_rows = self._decode_masks.fill(constrained, len(step.rows.slots))
+        return self._sample(step, logits, replace(step.sample_rows, masks=masks, mask_rows=mask_rows))
 
     def _lengths_to_tell(self, spans: Sequence[Span], drafts: DeviceDrafts) -> list[int]:
         """How long sequences are where the device has not made them so long itself; else -1. New ones are indexed."""
@@ -254,9 +280,16 @@ class DeviceRunner(Runner):
         step.begin()
         return self._fused(step.rows)
 
-    def _sample(self, step: Decode, logits: Tensor) -> Logprobs | None:
+    def _begin(self, step: Decode) -> None:
+        """By a graph, if there is one."""
+        if step.graphs.begin is not None:
+            step.graphs.begin.replay()
+        else:
+            step.begin()
+
+    def _sample(self, step: Decode, logits: Tensor, rows: SampleRows | None = None) -> Logprobs | None:
         """Draw, and let the sequences go on. The log probabilities, if any row asks for them."""
-        samples = self._sampler.sample(logits, step.sample_rows)
+        samples = self._sampler.sample(logits, rows or step.sample_rows)
         step.end(samples)
         return samples.logprobs
 
@@ -282,7 +315,9 @@ class DeviceRunner(Runner):
         _idle(step)
         if self._graphs:
             self._forward(step)  # compiles kernels and picks products, which capturing must not see
-            step.graphs.decoder = self._capture(lambda: self._forward(step))
+            if isinstance(step, DraftStep):
+                step.graphs.begin = self._capture(step.begin)
+            step.graphs.decoder = self._capture(lambda: self._fused(step.rows))
         step.forget()
 
     def _replay(self, step: Decode) -> Logprobs | None:
@@ -299,6 +334,7 @@ class DeviceRunner(Runner):
         whole = graphs.whole.pop(demand, None)
         if whole is None:
             assert graphs.decoder is not None
+            self._begin(step)
             return self._sample(step, graphs.decoder.replay())
         graphs.whole[demand] = whole  # the latest stands last
         return whole.replay()
@@ -320,7 +356,7 @@ class DeviceRunner(Runner):
             left = run()
         return Captured(graph, left)
 
-    def _chunks(self, spans: Sequence[Span]) -> Launched:
+    def _chunks(self, spans: Sequence[Span], catch_up: Callable[[], None]) -> Launched:
         slots = [span.slot for span in spans for _ in range(span.rows)]
         positions = [span.start + i for span in spans for i in range(span.rows)]
         wanted, following = self._wanted(spans)
@@ -334,6 +370,8 @@ class DeviceRunner(Runner):
             tiles = pinned(tiles, self._device).to(self._device, non_blocking=True)
             logits = self._fused(Rows(row_slots, row_positions, tiles), logit_rows)
         logit_slots, next_positions = self._upload([slots[row] for row in wanted], following)
+        if any(span.matcher for span in spans):
+            catch_up()
         return self._draw(spans, logits, logit_slots, next_positions)
 
     def _most_tiles(self, rows: int) -> int:
@@ -385,8 +423,8 @@ class DeviceRunner(Runner):
         written.clear()  # only now: an upload may fail
 
     def _write_pages(self, places: list[int], pages: list[int]) -> None:
-        grid = (max(-(-len(pages) // PAGES_A_PROGRAM), 1),)
-        launch(write_pages, grid, 1, self._outbox.write([places, pages]), self._page_table, len(pages), PAGES_A_PROGRAM)
+        programs = max(-(-len(pages) // PAGES_A_PROGRAM), 1)
+        self._page_writer(programs, self._outbox.write([places, pages]), self._page_table, len(pages), PAGES_A_PROGRAM)
         self._outbox.sent()
 
     def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:

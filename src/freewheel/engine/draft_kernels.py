@@ -49,6 +49,7 @@ class DraftRows(NamedTuple):
         tiles: int32 [tiles, 4], see ``attention_gpu.plan_tiles``; those that are not needed, which come last, have no
             rows.
         starts: int32 [sequences], the first row of each.
+        paths: int64 [rows, DEPTH], see ``SampleRows``; of idle rows anything.
     """
 
     slots: Any
@@ -59,6 +60,7 @@ class DraftRows(NamedTuple):
     sample_slots: Any
     tiles: Any
     starts: Any
+    paths: Any
 
 
 class Guesses(NamedTuple):
@@ -113,13 +115,13 @@ def judge(
 def lay_out(
     inputs, lengths, trees, rows, history, max_length, spare_slot, total, total_tiles,
     SEQUENCES: tl.constexpr, NODES: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Give each sequence its rows, the root and the nodes of its tree: no more than the ``total`` of rows.
 
     They are in tiles of TILE_ROWS, of which each sequence has one at least, in all no more than ``total_tiles``.
-    ``lengths`` is int64 [slots]. SEQUENCES, PADDED, ROWS and TILES are powers of two from the sequences, NODES + 1,
-    total and total_tiles.
+    ``lengths`` is int64 [slots]. SEQUENCES, PADDED, ROWS, TILES and COLUMNS are powers of two from the sequences,
+    NODES + 1, total, total_tiles and DEPTH, the longest path.
     """
     own, sequences = tl.program_id(0), tl.num_programs(0)
     number = tl.arange(0, SEQUENCES)
@@ -153,7 +155,20 @@ def lay_out(
         tl.store(rows.positions + at, last + depth, mask=here)
         tl.store(rows.following + at, last + depth + 1, mask=here)
         tl.store(rows.places + at, last + row, mask=here)
-        tl.store(rows.ancestors + at, tl.load(trees.ancestors + node, mask=drafted, other=1), mask=here)
+        ancestors = tl.load(trees.ancestors + node, mask=drafted, other=1)
+        tl.store(rows.ancestors + at, ancestors, mask=here)
+        column = tl.arange(0, COLUMNS)
+        paths = rows.paths + at * DEPTH
+        room = here[:, None] & (column < DEPTH)[None, :]
+        tl.store(paths[:, None] + column[None, :], tl.full([PADDED, COLUMNS], -1, tl.int64), mask=room)
+        tl.debug_barrier()  # another thread may have written there
+        above = tl.arange(0, PADDED)  # a row on the way from the root
+        known = own * NODES + above - 1
+        theirs = (above > 0) & (above <= nodes)
+        token = tl.load(trees.tokens + known, mask=theirs, other=0)
+        place = DEPTH - 1 - depth[:, None] + tl.load(trees.depths + known, mask=theirs, other=0)[None, :]
+        leads = here[:, None] & theirs[None, :] & (((ancestors[:, None] >> above[None, :]) & 1) == 1)
+        tl.store(paths[:, None] + place, token[None, :] + row[:, None] * 0, mask=leads)
     if own == sequences - 1:
         any_tile = tl.arange(0, TILES)
         spare = (any_tile >= sequences + tl.sum(more_tiles, 0)) & (any_tile < total_tiles)

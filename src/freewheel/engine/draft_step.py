@@ -1,7 +1,8 @@
 """Decode steps that draft for themselves: the host launches the next before it knows what the last one brought."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from freewheel.ops.launch import launch, power
 from freewheel.request import TokenLogprobs
 from freewheel.sampling import Logprobs, SampleRows, Samples, SamplingState
 from freewheel.sampling.fused import sequences_of
+from freewheel.speculative import DraftTree
 from freewheel.speculative.device import DeviceIndex, make_trees
 
 GUESSED = 8  # tokens of a guess
@@ -105,16 +107,22 @@ class DraftStep:
             *room(torch.int64, 6, even(rows))[:, :rows].unbind(),
             tiles=room(torch.int32, tiles, 4),
             starts=room(torch.int32, sequences),
+            paths=room(torch.int64, rows, drafts.depth),
         )
         laid = self._laid
         self.rows = Rows(laid.slots, laid.positions)
         if self._drafting:
             self.rows = Rows(laid.slots, laid.positions, laid.tiles, laid.places, laid.ancestors, tile_rows)
-        self.sample_rows = SampleRows(laid.sample_slots, laid.following, each=1 + nodes if self._drafting else 1)
+        self.sample_rows = SampleRows(laid.sample_slots, laid.following)
+        if self._drafting:
+            self.sample_rows = replace(self.sample_rows, paths=laid.paths, each=1 + nodes)
         self.ring = Ring(places, (sequences, 3 + 3 * (1 + self._nodes)), device)
         self.graphs = Graphs()
         self._put: tuple[list[int], list[int]] = ([], [])
         self._expected: tuple[list[int], list[int]] | None = None  # slots and nodes that the inputs have
+        self._laid_out = LaidOut(
+            self._columns.slots, laid.starts, self._trees.counts, self._trees.tokens, self._trees.parents
+        )
 
     def put(self, slots: list[int], lengths: list[int], most_nodes: list[int]) -> None:
         """Let it have these sequences, for which there are rows; the others are idle.
@@ -134,8 +142,7 @@ class DraftStep:
             most_nodes=most_nodes + [0] * len(idle),
             places=[self.ring.place] * self._inputs.shape[1],
         )
-        self._inputs.copy_(self._outbox.write(columns), non_blocking=True)
-        self._outbox.sent()
+        self._outbox.tell(self._inputs, columns)
 
     def forget(self) -> None:
         """A step failed: the device may have other inputs than expected."""
@@ -159,8 +166,12 @@ class DraftStep:
             kernels.lay_out, (self._sequences,), 1,
             self._columns, drafts.lengths, self._trees, self._laid, history, history.shape[1], len(history) - 1, total,
             tiles, power(self._sequences), self._nodes, power(1 + self._nodes), power(total), power(tiles),
-            self._tile_rows,
+            self._tile_rows, drafts.depth, power(drafts.depth),
         )  # fmt: skip
+
+    def laid_out(self) -> "OnItsWay":
+        """What was drafted, on its way to the host."""
+        return OnItsWay(self._laid_out)
 
     def end(self, samples: Samples) -> None:
         """Verify the drafts by what was sampled; sequences grow by what is accepted."""
@@ -187,6 +198,42 @@ class DraftStep:
         return drafted
 
 
+class LaidOut(NamedTuple):
+    """The drafts of a step: tensors.
+
+    Attributes:
+        slots: int64 [sequences]; -1 of idle ones, those that have ended as well.
+        starts: int32 [sequences], see :class:`DraftRows`.
+        counts, tokens, parents: see ``Trees``.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    counts: Tensor
+    tokens: Tensor
+    parents: Tensor
+
+
+class OnItsWay:
+    """The drafts of a step, which may not have arrived yet. They set out when the decoder has not begun."""
+
+    def __init__(self, laid_out: LaidOut) -> None:
+        self._laid_out = LaidOut(*on_its_way([*laid_out]))
+        self._arrived = torch.cuda.current_stream().record_event() if laid_out.slots.is_cuda else None
+
+    def trees(self, wanted: Sequence[int]) -> list[tuple[int, DraftTree] | None]:
+        """Wait for them: of these sequences by number the first row and the draft; None of one that has ended."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        slots, starts, counts, tokens, parents = (column.tolist() for column in self._laid_out)
+        found: list[tuple[int, DraftTree] | None] = []
+        for i in wanted:
+            count = counts[i]
+            tree = DraftTree(tuple(tokens[i][:count]), tuple(parent - 1 for parent in parents[i][:count]))
+            found.append((starts[i], tree) if slots[i] >= 0 else None)
+        return found
+
+
 class Drafted:
     """A step that drafted, whose results may not have arrived yet."""
 
@@ -207,9 +254,10 @@ class Drafted:
         # must be as much of it as the host expects. A row without a draft has one token.
         for one, nodes in zip(results, self._most_nodes):
             one[2] = max(one[2], 1) if nodes else 1
-        tokens, statuses, rows = ([one for words in results for one in _path(words, part)] for part in range(3))
+        tokens, statuses = ([one for words in results for one in _path(words, part)] for part in range(2))
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if self._logprobs is not None:  # of all rows
+            rows = [one for words in results for one in _path(words, 2)]
             kept = Logprobs(*(getattr(self._logprobs, column.name)[rows] for column in fields(Logprobs)))
             logprobs = by_row(torch.tensor(tokens), replace(kept, rows=torch.arange(len(rows))))
         drafting = [words for words, nodes in zip(results, self._most_nodes) if nodes]

@@ -128,7 +128,8 @@ class Drafting:
     def draft(self, sequence: Sequence, most: int) -> DraftTree | None:
         """What may follow a sequence's last token; None if it does not pay or nothing is found.
 
-        Where it does not pay it is a guess, which takes next to no time, and may turn out to have been right.
+        What the grammar forces is drafted whether or not other drafts pay, and nothing that it forbids. Where these do
+        not pay they are a guess, which takes next to no time, and may turn out to have been right.
 
         Args:
             most: nodes, at least 1.
@@ -136,13 +137,20 @@ class Drafting:
         depth = min(self._depth, sequence.max_length - len(sequence.tokens) - 1)
         if depth < 1:
             return None
-        nodes = self.nodes(sequence, most)
+        matcher = sequence.matcher
+        forced = [] if matcher is None else matcher.forced(min(depth, most, self._nodes))
+        nodes = min(self.nodes(sequence, most) + len(forced), most, self._nodes)
         if sequence.ngrams is None:
             sequence.ngrams = NgramIndex(sequence.max_length)
         sequence.ngrams.extend(sequence.tokens[len(sequence.ngrams) :])
-        found = draft(sequence.ngrams, width=self._width, depth=depth, nodes=nodes or 1, corpus=self._corpus)
-        if nodes or found is None:
-            return found
+        found = draft(
+            sequence.ngrams, width=self._width, depth=depth, nodes=nodes or 1, corpus=self._corpus, first=forced
+        )
+        if found is not None and matcher is not None:
+            found = matcher.prune(found)
+            sequence.forced = len(forced)
+        if nodes or found is None or not found.tokens:
+            return found if found and found.tokens else None
         sequence.guess = Guess(len(sequence.tokens), found.tokens)
         return None
 
@@ -151,9 +159,10 @@ class Drafting:
         return Budget(dict(enumerate(self._prices, 1)), prior=0.0)
 
     def observe(self, sequence: Sequence, depth: int, accepted: int) -> None:
-        """Note what became of a draft."""
+        """Note what became of a draft; the part that a grammar forces tells nothing of others."""
         assert sequence.budget is not None
-        sequence.budget.observe(depth, accepted)
+        if depth > sequence.forced:
+            sequence.budget.observe(depth - sequence.forced, max(accepted - sequence.forced, 0))
 
 
 @lru_cache

@@ -12,18 +12,21 @@ from typing import Any, NamedTuple
 from freewheel.cache.pool import KVPool
 from freewheel.cache.radix import Node, PrefixCache
 from freewheel.config import EngineConfig
-from freewheel.engine.buckets import BUCKETS, MAX_DRAFT_ROWS
+from freewheel.engine.buckets import BUCKETS, MAX_DRAFT_ROWS, most_drawn
 from freewheel.engine.drafting import DeviceDrafting, Drafting, Pace, StepTimes
+from freewheel.engine.limits import Limits
 from freewheel.engine.runner import Decoder, InFlight, Runner, Sampled, Span, StepResult
 from freewheel.engine.scheduler import Capacity, Entry, pages_for, plan
 from freewheel.engine.stopping import cut, max_length, stop_ids
-from freewheel.request import FinishReason, Request, Sequence, StepOutput, TokenLogprobs
+from freewheel.grammar import Compiler, Matcher
+from freewheel.request import FinishReason, Request, Sequence, Stats, StepOutput, TokenLogprobs
 from freewheel.sampling import Sampler, SamplingState, Status, choice_seed, random_seed
 from freewheel.sampling.params import shown
 from freewheel.speculative import NgramIndex, SpeculationMetrics
 
 # Scoring a prompt needs a row of logits for every token, as a draft does: a step's [rows, vocab_size] must stay small.
 MAX_SCORED_ROWS = 128
+PAGES_AHEAD = 8  # that a sequence is given beyond what its drafts need, where the device makes them
 
 _rank = attrgetter("rank")
 
@@ -49,9 +52,12 @@ class Engine:
         eos_token_ids: every end-of-sequence id.
         corpus: what drafts may come from, beside each sequence's own tokens.
         runner: makes what runs the steps.
+        grammars: compiles those of requests; None: there are no requests with one.
 
     Attributes:
+        limits: what it takes.
         runner: what it made.
+        grammars: as given.
         lookahead: steps that are launched before the first of them is read; may change between steps.
         preemptions: how often a sequence had to give up its slot.
 
@@ -71,6 +77,7 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         corpus: NgramIndex | None = None,
         runner: Callable[[Any, KVPool, Sampler], Runner] = Runner,
+        grammars: Compiler | None = None,
     ) -> None:
         if pool.num_pages < pages_for(max_model_len, pool.page_size):
             raise ValueError(
@@ -80,8 +87,7 @@ class Engine:
         if config.speculation and pool.device.type != "cpu" and not kernels:
             raise ValueError("speculation must not be True on CUDA devices with fused=False: there kernels draft")
         self.config = config
-        self.max_model_len = max_model_len
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self.grammars = grammars
         self._pool = pool
         self._cache = PrefixCache(pool.num_pages, pool.page_size)
         self._state = SamplingState(
@@ -89,8 +95,16 @@ class Engine:
             vocab_size,
             max_model_len,
             valid_vocab_size=valid_vocab_size,
+            drawn=most_drawn(config),
             device=pool.device,
             fused=config.uses_kernels(pool.device.type),
+        )
+        self.limits = Limits(
+            max_model_len,
+            vocab_size,
+            self._state.valid_vocab_size,
+            frozenset(eos_token_ids),
+            repeatable=config.draw != "multinomial",
         )
         self.runner = runner(decoder, pool, Sampler(self._state, draw=config.draw))
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -102,6 +116,7 @@ class Engine:
         self._keys = 0
         self._outputs: list[StepOutput] = []
         self._flights: deque[tuple[list[_Row], InFlight, float]] = deque()  # and when they were launched
+        self._busy: tuple[float, float | None] = 0.0, None  # seconds so far, and since when it is again
         default = 1 if pool.device.type == "cuda" else 0
         self.lookahead = default if config.lookahead is None else config.lookahead
         self._drafting: Drafting | DeviceDrafting | None = None
@@ -130,6 +145,11 @@ class Engine:
         return self._drafting and self._drafting.metrics
 
     @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence."""
+        return self.limits.max_model_len
+
+    @property
     def num_running(self) -> int:
         """Sequences that hold a slot."""
         return len(self._running)
@@ -139,55 +159,41 @@ class Engine:
         """Sequences that wait for one."""
         return len(self._waiting)
 
-    def validate(self, request: Request) -> None:
-        """Check a request against model, cache and configuration. Safe to call from any thread.
+    @property
+    def stats(self) -> Stats:
+        """What it does now, for those who watch."""
+        pages = self._pool.num_pages
+        return Stats(
+            len(self._running), len(self._waiting), self.preemptions, pages, pages - self._cache.available,
+            self.busy_seconds,
+        )  # fmt: skip
 
-        Raises:
-            ValueError: naming what is wrong. Nothing that passes can fail later for what it asks.
-        """
-        prompt, params = request.prompt_ids, request.params
-        valid = self._state.valid_vocab_size
-        if not prompt:
-            raise ValueError("prompt is empty: at least one token is needed")
-        if max(prompt) >= valid or min(prompt) < 0:
-            bad = next(token for token in prompt if not 0 <= token < valid)
-            raise ValueError(f"prompt_token_ids has id {shown(bad)}, but the vocabulary has only {valid} tokens")
-        room = self.max_model_len - len(prompt)
-        if room < 0:
-            raise ValueError(f"prompt has {len(prompt)} tokens, the longest sequence is {self.max_model_len}")
-        if room == 0 and params.max_tokens != 0:
-            raise ValueError(
-                f"prompt has {len(prompt)} tokens and leaves no room for output: the longest sequence is "
-                f"{self.max_model_len} (max_tokens=0 only scores the prompt)"
-            )
-        if params.min_tokens > room:
-            raise ValueError(
-                f"min_tokens ({params.min_tokens}) exceeds the {room} tokens that the prompt leaves room for"
-            )
-        if params.seed is not None and self.config.draw == "multinomial":
-            raise ValueError("seed must be None: this engine draws by multinomial, which cannot be repeated")
-        params.check_vocabulary(valid, request.bad_word_ids, self._end_ids(stop_ids(params, self._eos_token_ids)))
+    @property
+    def busy_seconds(self) -> float:
+        """How long there was a step on its way, from its launch until its results were here, up to now."""
+        seconds, since = self._busy
+        return seconds if since is None else seconds + perf_counter() - since
 
     def add(self, request: Request, *, checked: bool = False) -> None:
         """Queue a request.
 
         Args:
             request: its ``request_id`` differs from those of all unfinished requests.
-            checked: :meth:`validate` has passed, and need not be repeated.
+            checked: it is what :meth:`Limits.validate` returned, which need not be repeated.
 
         Raises:
-            ValueError: see :meth:`validate`, or its ``request_id`` is in use.
+            ValueError: see :meth:`Limits.validate`, or its ``request_id`` is in use.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request_id {shown(request.request_id)} is in use")
         if not checked:
-            self.validate(request)
+            request = self.limits.validate(request, self.grammars)
         params = request.params
         seed = params.seed
         if seed is None:
             seed = random_seed() if self.config.seed is None else choice_seed(self.config.seed, self._added)
         prompt = list(request.prompt_ids)
-        stops = stop_ids(params, self._eos_token_ids)  # like the prompt, one for all choices: it may be long
+        stops = stop_ids(params, self.limits.eos_token_ids)  # like the prompt, one for all choices: it may be long
         sequences = [
             Sequence(
                 request,
@@ -233,32 +239,53 @@ class Engine:
                 self._draft_ahead(rows, self._drafting)
             elif self._drafting is not None:
                 self._draft(rows, self._drafting)
-            try:
-                flight = self._launch([row.span for row in rows])
-            except BaseException:
-                for row in rows:  # some may have got their token: they begin again, and get the same
-                    self._preempt(row.sequence)
-                raise
+            self._note_busy()
             for sequence, span, _ in rows:
                 sequence.launched = span.start + span.rows + span.nodes
                 sequence.pending += span.sample + span.nodes
                 sequence.slack += span.nodes
+            try:
+                flight = self._launch([row.span for row in rows])
+            except BaseException:
+                self._note_idle()
+                for sequence, _, stay in rows:  # some may have got their token: they begin again, and get the same
+                    if stay == sequence.stay:
+                        self._preempt(sequence)
+                raise
             self._flights.append((rows, flight, perf_counter()))
-        land = max(len(self._flights) - self.lookahead, not rows)
-        for _ in range(min(land, len(self._flights))):
+        self._land(max(len(self._flights) - self.lookahead, not rows))
+        return self._take_outputs()
+
+    def _catch_up(self) -> None:
+        """Read all steps before the one that is being launched: its masks go by their tokens."""
+        self._land(len(self._flights))
+        self._note_busy()
+
+    def _land(self, count: int) -> None:
+        """Read the results of so many steps."""
+        for _ in range(min(count, len(self._flights))):
             landed, flight, launched = self._flights.popleft()
             asked = perf_counter()
             result = flight.result()
+            self._note_idle()
             if isinstance(self._drafting, DeviceDrafting):
                 self._drafting.landed([row.span for row in landed], launched, asked, perf_counter())
             self._retire(landed, result)
-        return self._take_outputs()
+
+    def _note_busy(self) -> None:
+        if self._busy[1] is None:
+            self._busy = self._busy[0], perf_counter()
+
+    def _note_idle(self) -> None:
+        """Unless a step is on its way."""
+        if not self._flights:
+            self._busy = self.busy_seconds, None
 
     def _launch(self, spans: list[Span]) -> InFlight:
         if not isinstance(self._drafting, Drafting):
-            return self.runner.launch(spans)
+            return self.runner.launch(spans, self._catch_up)
         began = perf_counter()
-        flight = self.runner.launch(spans)
+        flight = self.runner.launch(spans, self._catch_up)
         if all(span.draft or span.rows == 1 for span in spans):  # what prompts take says nothing about drafts
             self._pace.observe(sum(span.rows for span in spans), perf_counter() - began)
         return flight
@@ -285,6 +312,8 @@ class Engine:
             size = self._pool.page_size
             assert sequence.computed <= len(sequence.pages) * size
             drafted = 0 if self._drafting is None else (1 + self.lookahead) * self.config.draft_nodes
+            if isinstance(self._drafting, DeviceDrafting):
+                drafted += PAGES_AHEAD * size
             longest = max(sequence.length, sequence.launched) + drafted
             assert len(sequence.pages) <= pages_for(longest, size), "it holds a page that it has no use for"
             assert self._cache.path(sequence.node) == sequence.pages[: sequence.node.depth]
@@ -340,7 +369,7 @@ class Engine:
                 return []
             if start == len(sequence.pages) * size:
                 short.append((sequence, length))
-            rows.append(_Row(sequence, Span(sequence.slot, start, 1, True), sequence.stay))
+            rows.append(_Row(sequence, Span(sequence.slot, start, 1, True, matcher=_active(sequence)), sequence.stay))
         if len(short) > self._cache.available:
             return []
         if short:
@@ -388,6 +417,7 @@ class Engine:
         left = min(self._most_rows - sum(row.span.rows for row in rows), MAX_DRAFT_ROWS - len(decoding))
         # All that run find another page, and those who wait find all there are.
         size, pages = self._pool.page_size, 0 if self._waiting else max(self._cache.available - len(self._running), 0)
+        free = self._cache.pages.free - len(self._running)
         needs: list[tuple[Sequence, int]] = []
         for i, sequence, nodes in zip(decoding, sequences, wanted):
             slot, start = rows[i].span[:2]
@@ -396,18 +426,22 @@ class Engine:
                 left -= nodes
                 end = start + 1 + nodes
                 if end > len(sequence.pages) * size:
-                    pages -= pages_for(end, size) - len(sequence.pages)
-                    needs.append((sequence, end))
-            guess = guessing and self._most_nodes(sequence) > 0
-            span = Span(slot, start, 1, True, nodes=nodes, guess=guess, follows=sequence.slack > 0)
-            rows[i] = _Row(sequence, span, sequence.stay)
+                    missing = pages_for(end, size) - len(sequence.pages)
+                    # To tell the device of a page takes a launch, so the next steps get theirs as well.
+                    rest = pages_for(sequence.max_length, size) - len(sequence.pages) - missing
+                    ahead = min(PAGES_AHEAD, rest, max(min(pages, free) - missing, 0))
+                    pages, free = pages - missing - ahead, free - missing - ahead
+                    needs.append((sequence, min(end + ahead * size, sequence.max_length)))
+            guess, follows = guessing and self._most_nodes(sequence) > 0, sequence.slack > 0
+            if nodes or guess or follows:
+                span = Span(slot, start, 1, True, nodes=nodes, guess=guess, follows=follows, matcher=_active(sequence))
+                rows[i] = _Row(sequence, span, sequence.stay)
         if needs:
             self._secure(needs)
 
     def _most_nodes(self, sequence: Sequence) -> int:
-        """Of a draft that the device makes: the kernels edit the logits of one row of each sequence."""
-        edited = self._state.settings[sequence.slot].edited(len(sequence.tokens))
-        return 0 if edited else max(sequence.max_length - sequence.length - 1, 0)
+        """Of a draft that the device makes."""
+        return max(sequence.max_length - sequence.length - 1, 0)
 
     def _candidates(self, offers: dict[int, "_Offer"]) -> Iterator[Entry]:
         """Waiting sequences with what the prefix cache offers them, looked up as the scheduler gets to them."""
@@ -466,6 +500,8 @@ class Engine:
         if not sequence.preempted:
             sequence.tokens = sequence.tokens.copy()
             sequence.cached_tokens = sequence.computed
+        if sequence.matcher is None and sequence.request.grammar is not None:
+            sequence.matcher = sequence.request.grammar.matcher(self._end_ids(sequence.stop_ids))
         try:
             self._state.join(
                 slot,
@@ -485,7 +521,7 @@ class Engine:
 
     def _end_ids(self, stops: Iterable[int]) -> list[int]:
         """What ``min_tokens`` holds back: all that ends a sequence, and the model's ends even if they are ignored."""
-        return [*self._eos_token_ids.union(stops)]
+        return [*self.limits.eos_token_ids.union(stops)]
 
     def _secure(self, needs: Iterable[tuple[Sequence, int]]) -> None:
         """Make sure of pages for the first tokens, so many, of each sequence."""
@@ -551,7 +587,7 @@ class Engine:
                     sequence.pending -= 1
                     error = ERRORS.get(status, error)
                     if error is None:
-                        self._add_run(sequence, [token], None if logprobs is None else [logprobs], output)
+                        error = self._add_run(sequence, [token], None if logprobs is None else [logprobs], output)
                 if drafted[0] and isinstance(drafting, DeviceDrafting):
                     drafting.observe(sequence, *drafted)
                 # Not less than before: pages of others may have been taken over meanwhile.
@@ -560,7 +596,8 @@ class Engine:
                 if sampled is None and computed == len(sequence.tokens):  # nothing but the prompt was asked for
                     output.finish_reason = FinishReason.LENGTH
             if error is not None:
-                output.finish_reason, output.error = FinishReason.ERROR, error
+                refused = sequence.matcher and sequence.matcher.error
+                output.finish_reason, output.error = FinishReason.ERROR, refused or error
             elif caching and len(sequence.tokens) // size > sequence.node.depth and self._is_sound(sequence):
                 self._share(sequence)  # a page more may be full
             if sequence.computed >= sequence.prompt_length:
@@ -578,16 +615,21 @@ class Engine:
 
     def _add_run(
         self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None, output: StepOutput
-    ) -> None:
-        """Append new tokens, up to where the sequence ends."""
-        room = sequence.max_length - len(sequence.tokens)
-        count, output.finish_reason = cut(tokens, sequence.stop_ids, room)
+    ) -> str | None:
+        """Append new tokens, up to where the sequence ends. Returns an error where the grammar ends too early."""
+        room, matcher = sequence.max_length - len(sequence.tokens), sequence.matcher
+        count, output.finish_reason = cut(tokens, sequence.stop_ids, room, matcher and matcher.advance)
         if count < len(tokens):
             tokens, logprobs = tokens[:count], logprobs and logprobs[:count]
         if output.finish_reason is FinishReason.STOP:
-            output.stop_reason = sequence.stop_ids[tokens[-1]]
+            output.stop_reason = sequence.stop_ids.get(tokens[-1])
+            output.complete = tokens[-1] not in sequence.stop_ids
         sequence.tokens += tokens
         output.token_ids, output.logprobs = tokens, logprobs
+        least = sequence.prompt_length + sequence.request.params.min_tokens
+        if output.finish_reason is FinishReason.STOP and len(sequence.tokens) < least:
+            return "grammar: it permits nothing more, and min_tokens is not reached"
+        return None
 
     def _add_walked(
         self,
@@ -603,17 +645,18 @@ class Engine:
         """
         tokens = [token for token, status, _ in walked if not status]
         error = ERRORS.get(walked[-1][1])  # a walk ends where the draw fails
+        early = None
         sequence.pending -= 1 + span.nodes
         sequence.slack -= span.nodes
         if tokens:
             logprobs = [entry for _, _, entry in walked if entry is not None]
-            self._add_run(sequence, tokens, logprobs or None, output)
+            early = self._add_run(sequence, tokens, logprobs or None, output)
         accepted = len(walked) - 1
         output.drafted, output.accepted = drafted[0], min(accepted, len(output.token_ids))
         assert self._drafting is not None
         self._drafting.observe(sequence, drafted[1], accepted)
         sequence.computed, sequence.launched = len(sequence.tokens) - 1, sequence.length - 1
-        return None if output.finish_reason else error
+        return early if output.finish_reason else error
 
     def _is_sound(self, sequence: Sequence) -> bool:
         """Whether what it computed is known to be finite.
@@ -667,6 +710,12 @@ class Engine:
         return outputs
 
 
+def _active(sequence: Sequence) -> Matcher | None:
+    """What the sequence's next token has to obey."""
+    matcher = sequence.matcher
+    return None if matcher is None or matcher.ended else matcher
+
+
 class _Row(NamedTuple):
     """What a step computes of a sequence, at which of its stays in a slot."""
 
@@ -687,10 +736,11 @@ def _span(sequence: Sequence, count: int) -> Span:
     start, known = sequence.launched, sequence.length
     sample = start + count == known < sequence.max_length
     if not sequence.scoring:
-        return Span(sequence.slot, start, count, sample)
+        return Span(sequence.slot, start, count, sample, matcher=_active(sequence))
     assert sequence.prompt_logprobs is not None
     scored = range(len(sequence.prompt_logprobs) - 1, min(start + count, sequence.prompt_length - 1))
-    return Span(sequence.slot, start, count, sample, scored, sequence.request.params.prompt_logprobs or 0)
+    alternatives = sequence.request.params.prompt_logprobs or 0
+    return Span(sequence.slot, start, count, sample, scored, alternatives, matcher=_active(sequence))
 
 
 def _add_scores(sequence: Sequence, scores: list[TokenLogprobs]) -> str | None:

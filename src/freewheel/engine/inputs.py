@@ -36,7 +36,7 @@ def make_request(
         The request, and the prompt's text if it was given.
 
     Raises:
-        ValueError: naming the field. What depends on the model's size is left to :meth:`Engine.validate`.
+        ValueError: naming the field. What depends on the model's size is left to :meth:`Limits.validate`.
     """
     if params is None:
         params = SamplingParams()

@@ -6,8 +6,8 @@ Names and fields follow vLLM's offline API, so that code moves over easily.
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 from freewheel.engine.detokenize import Detokenizer, StopStrings
 from freewheel.request import FinishReason, Request, StepOutput, TokenLogprobs
@@ -71,6 +71,7 @@ class CompletionOutput:
         token_ids: all tokens so far, with the one that ended it.
         cumulative_logprob: sum over the tokens' log probabilities, if these were asked for.
         logprobs: for each token the log probability by id: the token's own first, then the most likely ones in order.
+        from_draft: for each token whether it was accepted from a draft. Outputs that differ in nothing else are equal.
         finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
         stop_reason: the stop string or stop token id that ended it.
         error: what went wrong, if the reason is "error".
@@ -82,6 +83,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None
     logprobs: LogprobList | None
+    from_draft: list[bool] = field(compare=False)
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
@@ -104,6 +106,11 @@ class RequestMetrics:
     cached_tokens: int = 0
     output_tokens: int = 0
     speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+
+    def snapshot(self) -> Self:
+        """A copy."""
+        speculation = SpeculationMetrics(**vars(self.speculation))
+        return type(self)(**{**vars(self), "speculation": speculation})
 
 
 @dataclass(frozen=True)
@@ -227,7 +234,7 @@ class Reply:
             self._prompt_logprobs,
             [choice.take() for choice in self._choices],
             self.finished,
-            replace(self.metrics, speculation=replace(self.metrics.speculation)),
+            self.metrics.snapshot(),
         )
 
 
@@ -246,6 +253,7 @@ class _Choice:
         self._text = ""
         self._taken = 0
         self.token_ids: list[int] = []
+        self._from_draft: list[bool] = []
         self._logprobs: list[TokenLogprobs | None] | None = None if params.logprobs is None else []
         self._cumulative = None if params.logprobs is None else 0.0
         self.finish_reason: FinishReason | None = None
@@ -254,9 +262,10 @@ class _Choice:
 
     def add(self, output: StepOutput) -> None:
         """Token by token, so that the earliest end counts (see :mod:`freewheel.engine.stopping`)."""
-        stopped = output.finish_reason is FinishReason.STOP
+        stopped = output.finish_reason is FinishReason.STOP and not output.complete
         for number, token in enumerate(output.token_ids, 1):
             self.token_ids.append(token)
+            self._from_draft.append(number <= output.accepted)
             if output.logprobs is not None and self._logprobs is not None and self._cumulative is not None:
                 entry = output.logprobs[number - 1]
                 self._logprobs.append(entry)
@@ -287,6 +296,7 @@ class _Choice:
             self.token_ids.copy(),
             self._cumulative,
             None if self._logprobs is None else LogprobList(self._logprobs, self._tokenizer),
+            self._from_draft.copy(),
             None if self.finish_reason is None else self.finish_reason.value,
             self._stop_reason,
             self._error,

@@ -5,8 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from freewheel.engine.step_kernels import tell
+from freewheel.ops.launch import Direct
+
 OUTBOX_PLACES = 32
 OUTBOX_WORDS = 8192
+WORDS_A_PROGRAM = 128  # that are told
 
 
 class Outbox:
@@ -23,6 +27,14 @@ class Outbox:
         self._read = [torch.cuda.Event() for _ in range(OUTBOX_PLACES)] if cuda else []
         self._device = device
         self._next = 0
+        self._teller = Direct(tell, warps=1)
+
+    def tell(self, numbers: torch.Tensor, columns: Sequence[Sequence[int]]) -> None:
+        """Let the device write lists of one length into int64 ``numbers`` of as many rows, with room for them."""
+        told = self.write(columns)
+        count = told.numel()
+        self._teller(-(-count // WORDS_A_PROGRAM), told, numbers, count, WORDS_A_PROGRAM)
+        self.sent()
 
     def write(self, columns: Sequence[Sequence[int]]) -> torch.Tensor:
         """Lists of one length, of ``OUTBOX_WORDS`` in all at most, as int64 [columns, length] in the next place.

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from freewheel.cache.pool import KVPool
+from freewheel.engine.masks import Constrained, MaskBuffer
+from freewheel.grammar import Matcher
 from freewheel.ops.rows import RowBatch
 from freewheel.request import TokenLogprobs
 from freewheel.sampling import Logprobs, Sampler, SampleRows, Samples, prompt_logprobs
@@ -39,6 +41,8 @@ class Span(NamedTuple):
         nodes: most nodes that the device may draft behind the last row.
         guess: nobody drafts, and the device guesses what follows, without rows; it tells how good its last guess was.
         follows: the device alone knows where the row is: behind what steps in flight bring, and not after ``start``.
+        matcher: where the sequence is in its grammar, by the tokens that the host knows: when it has caught up, at the
+            last row, or the draft's root.
     """
 
     slot: int
@@ -51,6 +55,7 @@ class Span(NamedTuple):
     nodes: int = 0
     guess: bool = False
     follows: bool = False
+    matcher: Matcher | None = None
 
     @property
     def drafts(self) -> bool:
@@ -179,6 +184,7 @@ class Runner:
         self._pool = pool
         self._sampler = sampler
         self._device = pool.device
+        self._mask_buffer = MaskBuffer(sampler.state.vocab_size, pool.device)
         self.seconds: dict[tuple[int, int], float] = {}
 
     def preparations(self) -> list[tuple[str, Callable[[], None]]]:
@@ -186,10 +192,18 @@ class Runner:
         return []
 
     @torch.inference_mode()
-    def launch(self, spans: Sequence[Span]) -> InFlight:
-        """Run the spans' rows and draw. Tokens are appended to the sampling state."""
+    def launch(self, spans: Sequence[Span], catch_up: Callable[[], None] = lambda: None) -> InFlight:
+        """Run the spans' rows and draw. Tokens are appended to the sampling state.
+
+        Args:
+            spans: what to run.
+            catch_up: called before masks are made, when the rows are on their way: reads all steps before this one.
+        """
         batch, slots, following = self._batch(spans)
-        return self._draw(spans, self._decoder.forward(batch, self._pool.layers), slots, following)
+        logits = self._decoder.forward(batch, self._pool.layers)
+        if any(span.matcher for span in spans):
+            catch_up()
+        return self._draw(spans, logits, slots, following)
 
     def enter(self, slot: int) -> None:
         """Another sequence has the slot."""
@@ -199,7 +213,8 @@ class Runner:
         state = self._sampler.state
         drafts = any(span.draft for span in spans)
         first = sum(span.rows if span.draft else span.sample for span in spans)
-        rows = SampleRows(slots[:first], following[:first], paths=_paths(spans, first) if drafts else None)
+        paths = _paths(spans, first) if drafts else None
+        rows = SampleRows(slots[:first], following[:first], *self._masks(spans, first), paths)
         samples = self._sampler.sample(logits[:first], rows) if first else None
         scores = []
         for span in spans:
@@ -243,6 +258,18 @@ class Runner:
         if sick:  # attention may read what was rejected, with weight zero, and zero times NaN is NaN
             self._pool.clear_places(sick)
         return Walked(kept, runs)
+
+    def _masks(self, spans: Sequence[Span], rows: int) -> tuple[Tensor | None, Tensor | None]:
+        """What grammars permit at the sampled rows, as :class:`SampleRows` takes it."""
+        constrained: list[Constrained] = []
+        row = 0
+        for span in spans:
+            if span.sample:
+                draft = span.draft or DraftTree()
+                if span.matcher is not None:
+                    constrained.append(Constrained(row, span.matcher, draft))
+                row += draft.rows
+        return self._mask_buffer.fill(constrained, rows)
 
     def _batch(self, spans: Sequence[Span]) -> tuple[RowBatch, Tensor, Tensor]:
         """The rows, and for those whose logits are wanted their slot and the position that follows: sampled ones first,

@@ -34,12 +34,14 @@ class Graphs:
     """Of a step.
 
     Attributes:
-        decoder: from inputs to logits.
+        begin: what comes before the decoder; None: nothing.
+        decoder: to logits.
         whole: all of the step, down to log probabilities, for demands on the sampler that were met often.
         met: how often the others were, lately.
         refused: those that could not be captured.
     """
 
+    begin: Captured[None] | None = None
     decoder: Captured[torch.Tensor] | None = None
     whole: dict[Hashable, Captured[Logprobs | None]] = field(default_factory=dict)
     met: Counter[Hashable] = field(default_factory=Counter)
@@ -89,8 +91,7 @@ class DecodeStep:
             sample_slots=[*slots, *(self._spare_slot for _ in idle)],
             places=[*(self.ring.place for _ in slots), *idle],
         )
-        self._inputs.copy_(self._outbox.write(columns), non_blocking=True)
-        self._outbox.sent()
+        self._outbox.tell(self._inputs, columns)
 
     def forget(self) -> None:
         """A step failed: the device may have other inputs than expected."""

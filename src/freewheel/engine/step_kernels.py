@@ -22,6 +22,13 @@ def write_pages(changes, page_table, count, TILE: tl.constexpr):
     tl.store(page_table + entry, page.to(tl.int32), mask=i < count)
 
 
+@triton.jit(do_not_specialize=["count"])
+def tell(told, numbers, count, TILE: tl.constexpr):
+    """numbers = told, int64 [count], which lie in host memory."""
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tl.store(numbers + i, tl.load(told + i, mask=i < count), mask=i < count)
+
+
 class StepInputs(NamedTuple):
     """What a decode step is told of its rows: int64 [rows] each.
 

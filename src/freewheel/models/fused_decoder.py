@@ -3,8 +3,8 @@
 Two ways through the layers, which share everything but the products:
 
     few rows    norm and product in one launch, weights read while the launch before still runs; five launches a layer
-    many rows   products by tensor cores, and one launch for each thing between them; torch's products for prompts and
-                for more than MOST_WIDE_ROWS
+    many rows   products by tensor cores, and one launch for each thing between them; torch's products for prompts, and
+                for many rows of large models
 
 The residual stream is float32. Rows name their slot and position; tokens, pages and cached keys are looked up on the
 device, so that a captured graph serves whatever comes.
@@ -27,6 +27,11 @@ from freewheel.ops.activation import Activation
 from freewheel.ops.launch import dependent_launch, power
 from freewheel.ops.linear import Linear
 from freewheel.ops.norm import RMSNorm
+
+# Rows of decode steps up to which our products take no longer than torch's, as measured on an H200; for models of a
+# smaller hidden size than NARROW any number. At NARROW itself twice as many.
+NARROW = 1024
+MOST_WIDE_ROWS, MOST_WIDE_QKV_ROWS = 128, 64
 
 
 @dataclass(frozen=True)
@@ -200,10 +205,12 @@ class FusedDecoder:
                 partials.peaks.fill_(-torch.inf)
             else:
                 attended.zero_()
-        wide = (rows.tiles is None or rows.ancestors is not None) and count <= products.MOST_WIDE_ROWS
+        narrow = spec.hidden_size < NARROW
+        wide = narrow or count <= MOST_WIDE_ROWS * (2 if spec.hidden_size == NARROW else 1)
+        wide &= rows.tiles is None or rows.ancestors is not None  # prompts have many more rows
         products.norm(normed, stream, self._layers[0].attention_norm, spec.norm_eps, chained=chained)
         for index, (layer, cache) in enumerate(zip(self._layers, self._kv, strict=True)):
-            qkv = self._times(layer.qkv, normed, wide and count <= products.MOST_WIDE_ROWS // 2)
+            qkv = self._times(layer.qkv, normed, wide and (narrow or count <= MOST_WIDE_QKV_ROWS))
             attend = self._attend_alone if rows.tiles is None else self._attend_tiles
             attend(layer, qkv, rotations, cache, rows, partials or attended)
             if partials:
@@ -236,7 +243,7 @@ class FusedDecoder:
         """The product of many rows; if ``wide`` by our kernel, in shares that what follows adds up."""
         if not wide:
             return product(x)
-        y = x.new_empty(products.shares(product.weight), len(x), len(product.weight), dtype=torch.float32)
+        y = x.new_empty(products.shares(product.weight, len(x)), len(x), len(product.weight), dtype=torch.float32)
         products.wide_product(y, x, product.weight, bias=product.bias, chained=self._chained)
         return y
 

@@ -1,6 +1,8 @@
 """From a model's name to something that can run."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -53,18 +55,38 @@ def load(name_or_path: str | Path, *, dtype: DType = "auto", device: torch.devic
     from freewheel.models.store import resolve
 
     path = resolve(name_or_path)
-    try:
+    with _naming(path):
         config, weights, tokenizer = _read_folder(path) if path.is_dir() else _read_gguf(path)
         spec = ModelSpec.from_config(config)
         natural = dtype in ("auto", "int8")
         quantize = dtype if natural and device.type == "cpu" else "none"
         activations = _natural_dtype(weights, device) if natural else getattr(torch, dtype)
         decoder = Decoder(spec, weights, dtype=activations, device=device, quantize=quantize)
+    return LoadedModel(path, spec, decoder, tokenizer)
+
+
+def load_tokenizer(path: Path) -> "Tokenizer":
+    """The tokenizer of a model whose file or folder is known, without its weights.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    from freewheel.models.gguf import read_gguf
+    from freewheel.models.tokenizer import Tokenizer
+
+    with _naming(path):
+        return Tokenizer.from_folder(path) if path.is_dir() else Tokenizer.from_gguf(read_gguf(path).metadata)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors begin with the path."""
+    try:
+        yield
     except ModelError as error:
         if str(error).startswith(str(path)):
             raise
         raise ModelError(f"{path}: {error}") from error
-    return LoadedModel(path, spec, decoder, tokenizer)
 
 
 def _usable(device: torch.device | str) -> torch.device:

@@ -154,6 +154,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self._chat_templates.get("default")
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether a chat template writes tools into the conversation."""
+        return "tool_use" in self._chat_templates or "tools" in (self.chat_template or "")
+
     def apply_chat_template(
         self,
         messages: "Sequence[Message]",
@@ -231,7 +236,7 @@ class Tokenizer:
             if not word.strip():
                 raise ValueError("bad_words must not hold an empty word")
             for text in (word, f" {word.lstrip()}"):
-                sequences.setdefault(tuple(self._encode_within(text)))
+                sequences.setdefault(tuple(self.encode_within(text)))
         return [list(ids) for ids in sequences]
 
     def _encode(self, text: str, ignored: str = "") -> list[int]:
@@ -244,7 +249,7 @@ class Tokenizer:
     def _begin(self, ids: list[int]) -> list[int]:
         return ids if ids[: len(self._prefix_ids)] == self._prefix_ids else self._prefix_ids + ids
 
-    def _encode_within(self, text: str) -> list[int]:
+    def encode_within(self, text: str) -> list[int]:
         """Ids of ``text`` where it does not begin a text, so that no space is put before it."""
         if not self.leading_spaces:
             return self._encode(text)

@@ -400,12 +400,12 @@ def wide_product(
     ROWS: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, SHARE: tl.constexpr, COLUMNS: tl.constexpr,
     AHEAD: tl.constexpr, ACTIVATION: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, outputs] = x [rows, INPUTS] @ weight.T for up to ROWS rows of the weight's type; plus bias; gated.
+    """y [rows, outputs] = x [rows, INPUTS] @ weight.T for rows of the weight's type; plus bias; gated.
 
-    Each program takes LINES rows of the weight, COLUMNS columns at a time, AHEAD of these chunks read in advance. The
-    weight is the left factor: 64 of its lines fill a tensor core's instruction, however few rows there are. Where
-    gated, the first half of the lines are gates, the others their ups. With SHARE below INPUTS each program computes
-    what so many columns add: y is [shares, rows, outputs], and the launch that follows adds them up.
+    Each program takes ROWS of the rows, and LINES rows of the weight, COLUMNS columns at a time, AHEAD of these chunks
+    read in advance. The weight is the left factor: 64 of its lines fill a tensor core's instruction, however few rows
+    there are. Where gated, the first half of the lines are gates, the others their ups. With SHARE below INPUTS each
+    program computes what so many columns add: y is [shares, rows, outputs], and the launch that follows adds them up.
     """
     each: tl.constexpr = LINES if ACTIVATION is None else LINES // 2
     line = tl.arange(0, LINES)
@@ -414,6 +414,8 @@ def wide_product(
     n = output + line // each * outputs
     share = tl.program_id(1)
     begin = share * SHARE
+    above = tl.program_id(2) * ROWS
+    x += above.to(tl.int64) * INPUTS
     first: tl.constexpr = min(AHEAD * COLUMNS, SHARE)
     tiles = ()
     for start in tl.static_range(0, first, COLUMNS):
@@ -423,19 +425,19 @@ def wide_product(
         gdc_launch_dependents()
     parts = ()
     for start in tl.static_range(0, first, COLUMNS):
-        parts += (_tile(x, rows, begin + start, ROWS, INPUTS, COLUMNS, SHARE),)
+        parts += (_tile(x, rows - above, begin + start, ROWS, INPUTS, COLUMNS, SHARE),)
     sums = tl.zeros([LINES, ROWS], tl.float32)
     for chunk in tl.static_range(first // COLUMNS):
         sums = _dot(tiles[chunk], parts[chunk], sums)
     for start in tl.range(begin + first, begin + SHARE, COLUMNS, num_stages=STAGES):
-        part = _tile(x, rows, start, ROWS, INPUTS, COLUMNS, SHARE)
+        part = _tile(x, rows - above, start, ROWS, INPUTS, COLUMNS, SHARE)
         sums = _dot(_weights(weight, n, present, start, INPUTS, COLUMNS, SHARE), part, sums)
     if bias is not None:
         sums += tl.load(bias + n, mask=output < tl.where(share == 0, outputs, 0), other=0.0)[:, None]
     if ACTIVATION is not None:
         gate, up = tl.split(tl.permute(tl.reshape(sums, [2, each, ROWS]), [1, 2, 0]))
         sums = _gate(gate, up, ACTIVATION)
-    output, row = tl.program_id(0) * each + tl.arange(0, each), tl.arange(0, ROWS)
+    output, row = tl.program_id(0) * each + tl.arange(0, each), above + tl.arange(0, ROWS)
     at = (share * rows + row).to(tl.int64)[None, :] * outputs + output[:, None]
     tl.store(y + at, sums.to(y.dtype.element_ty), mask=(row < rows)[None, :] & (output < outputs)[:, None])
 

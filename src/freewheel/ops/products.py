@@ -18,7 +18,7 @@ from freewheel.ops.attention_gpu import PROCESSORS, LayerAttention, Partials
 from freewheel.ops.launch import power
 
 MOST_ROWS = 4  # of ``product``: more are quicker in tensor cores
-MOST_WIDE_ROWS = 128  # of ``wide_product``: every program reads all rows
+MOST_WIDE_ROWS = 128  # of a program of ``wide_product``
 SHARED_MEMORY = 227 << 10  # bytes that a program has on an H200; on some devices no more than 99 KiB
 
 
@@ -77,11 +77,11 @@ def wide_tile_for(
     A program has so much shared ``memory``: the bits do not depend on it.
     """
     columns = min(max(power(inputs), 16), 256 // itemsize)
-    chunks = -(-inputs // columns)
-    most = memory // (256 * (64 + max(power(rows), 16)))
+    chunks, blocks = -(-inputs // columns), -(-rows // MOST_WIDE_ROWS)
+    most = memory // (256 * (64 + min(max(power(rows), 16), MOST_WIDE_ROWS)))
     if not shared:
         return WideTile(64, chunks * columns, columns, 0, 4, min(4, most))
-    shares = max(PROCESSORS // -(-outputs // 64), 1)  # a program for each processor
+    shares = max(PROCESSORS // (-(-outputs // 64) * blocks), 1)  # a program for each processor
     each = -(-chunks // shares)
     return WideTile(64, each * columns, columns, min(each, 3) if rows <= 32 else 1, 4, min(3, most))
 
@@ -134,7 +134,7 @@ def wide_product(
     chained: bool = False,
     tile: WideTile | None = None,
 ) -> None:
-    """``y = x @ weight.T`` for 1 to MOST_WIDE_ROWS rows, on tensor cores.
+    """``y = x @ weight.T`` for some hundred rows, on tensor cores.
 
     Factors have the weight's type, sums are float32. A row's bits depend on how many rows there are, not on what the
     others hold.
@@ -151,8 +151,6 @@ def wide_product(
         ValueError: sizes or types do not fit, or a tensor is not dense.
     """
     (rows, inputs), (width, _), outputs = x.shape, weight.shape, y.shape[-1]
-    if not 1 <= rows <= MOST_WIDE_ROWS:
-        raise ValueError(f"a wide product takes 1 to {MOST_WIDE_ROWS} rows, not {rows}")
     if x.dtype != weight.dtype:
         raise ValueError(f"a wide product is of one type, not {x.dtype} and {weight.dtype}")
     shared = y.dim() == 3
@@ -167,16 +165,17 @@ def wide_product(
     if count > 1 and (not shared or activation is not None):
         raise ValueError(f"{count} shares need room of their own, and cannot be gated")
     _launch(
-        kernels.wide_product, (-(-width // tile.lines), count), tile.warps, chained,
+        kernels.wide_product, (-(-width // tile.lines), count, -(-rows // MOST_WIDE_ROWS)), tile.warps, chained,
         y, x, weight, bias, rows, outputs,
-        max(power(rows), 16), inputs, tile.lines, tile.share, tile.columns, tile.ahead, activation, tile.stages,
+        min(max(power(rows), 16), MOST_WIDE_ROWS), inputs, tile.lines, tile.share, tile.columns, tile.ahead,
+        activation, tile.stages,
     )  # fmt: skip
 
 
-def shares(weight: Tensor) -> int:
-    """How many shares a wide product with room for them is divided into."""
+def shares(weight: Tensor, rows: int) -> int:
+    """How many shares a wide product of so many rows with room for them is divided into."""
     outputs, inputs = weight.shape
-    return -(-inputs // wide_tile_for(1, outputs, inputs, weight.element_size(), shared=True).share)
+    return -(-inputs // wide_tile_for(rows, outputs, inputs, weight.element_size(), shared=True).share)
 
 
 def combine_product(

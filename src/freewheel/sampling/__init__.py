@@ -7,6 +7,7 @@ samples = Sampler(state).sample(logits, SampleRows(slots, positions))
 state.append(slots, positions, samples.tokens)
 """
 
+from freewheel.sampling.grammar import Grammar
 from freewheel.sampling.logprobs import Logprobs, prompt_logprobs
 from freewheel.sampling.params import SamplingParams
 from freewheel.sampling.probabilities import softmax
@@ -15,6 +16,7 @@ from freewheel.sampling.sampler import Sampler, SampleRows, Samples, Status
 from freewheel.sampling.state import SamplingState
 
 __all__ = [
+    "Grammar",
     "Logprobs",
     "SampleRows",
     "Sampler",

@@ -33,6 +33,7 @@ class Inputs(NamedTuple):
     positions: Any
     masks: Any
     mask_rows: Any
+    paths: Any
     history: Any
     max_length: int
     settings: Any
@@ -242,10 +243,14 @@ class FusedSampler:
         tokens: Tensor,
         statuses: Tensor,
         *,
+        paths: Tensor | None = None,
         each: int = 1,
     ) -> Described | None:
         """Write tokens int64 [rows] and statuses uint8 [rows]; the log probabilities. See ``Sampler.sample``."""
-        demand, rows = self.demand, slots.shape[0]
+        rows = slots.shape[0]
+        if rows > len(self.tables.values) and self.state.asked(EDITED):
+            self.tables.make_room(power(rows))
+        demand = self.demand
         described = self._room(rows, demand.alternatives) if demand.alternatives >= 0 else None
         if not rows:
             return described
@@ -256,21 +261,23 @@ class FusedSampler:
             masks = mask_rows = self._none
         else:
             masks, mask_rows = masks.contiguous(), mask_rows.long().contiguous()
-        given = logits, stride, slots, positions, masks, mask_rows
+        depth = paths.shape[1] if paths is not None and demand.edits else 0
+        paths = paths.long().contiguous() if paths is not None and depth else self._none
+        given = logits, stride, slots, positions, masks, mask_rows, paths
         addresses = _addresses(given)
         # A compiled kernel takes types for granted, and which addresses and strides are multiples of 16.
-        key = demand, rows, each, masked, logits.dtype, stride, *[address & 15 for address in addresses]
+        key = demand, rows, each, depth, masked, logits.dtype, stride, *[address & 15 for address in addresses]
         plan = self._plans.get(key)
         if plan is None:
             if self._planned != self.tables.moves or len(self._plans) == MOST_PLANS:
                 self._plans.clear()  # some have what was replaced: nobody asks for them again
                 self._planned = self.tables.moves
-            plan = self._plan(demand, rows, each, masked)
+            plan = self._plan(demand, rows, each, depth, masked)
         self._run(plan, given, addresses, tokens, statuses, described)
         self._plans[key] = plan  # only now: a kernel may have failed
         return described
 
-    def _plan(self, demand: Demand, rows: int, each: int, masked: bool) -> Plan:
+    def _plan(self, demand: Demand, rows: int, each: int, depth: int, masked: bool) -> Plan:
         """What a call launches."""
         plain, demanding, edits, truncated, nucleus, width, _ = demand
         logprobs, width, blocks = width >= 0, max(width, 0), self._blocks
@@ -284,7 +291,11 @@ class FusedSampler:
         drawn = TOKENS, STATUSES
         launches: list[Launch | None] = []
         if edits:
-            launches.append(Launch(edit_kernels.edit, (8, rows), (), (), (128, chained), 4, False))
+            if depth:
+                launches.append(Launch(edit_kernels.touch, (rows, 1), (), (), (depth,), 1, False))
+            # Not chained to it: what comes after looks at marks before it waits.
+            constants = (128, depth, power(depth), power(each), chained)
+            launches.append(Launch(edit_kernels.edit, (8, rows), (), (rows,), constants, 4, False))
         if ahead:
             tile = 8 if few or rows < 64 else 16
             tiles = -(-blocks // tile)
@@ -307,6 +318,8 @@ class FusedSampler:
             constants = (padded, *changes, logprobs, chained)
             results = DESCRIBED, TOKENS
             launches.append(Launch(finish_kernels.finish, (rows, 1), results, (width, blocks), constants, 8, not apart))
+        if depth:
+            launches.append(Launch(edit_kernels.untouch, (rows, 1), (), (), (depth,), 1, False))
         state, tables = self.state, self.tables
         read = (
             state.history, state.max_length, tables.settings, tables.bits, tables.lists.entries, tables.counts,

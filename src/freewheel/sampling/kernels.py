@@ -1,10 +1,12 @@
 """The sampler on the device: the whole tail from logits to tokens in a few launches, with no host in between.
 
+    touch       [rows]         in drafts: the ids of drafted tokens, which penalties may change
     edit        [parts, rows]  the values of the few ids that a row's bias, penalties and bad words change
     draw        [parts, rows]  rows that ask for more than a plain token
     draw_plain  [tiles, rows]  the other rows
     check       [parts, rows]  the mass before each draw of a nucleus: the first draw inside it
     finish      [rows]         what is left: one of the few candidates above a bound; log probabilities
+    untouch     [rows]         in drafts: as it was before
 
 They are in edit_kernels.py, draw_kernels.py, truncation_kernels.py (``check``) and finish_kernels.py. Here is what they
 share, and no launch: constants, a row's parameters and random words, weights and keys, how its logits and the
@@ -210,7 +212,7 @@ def _load(
                 touched = inside & _bits(plane + TOUCHED * inputs.words, blocks, wanted, inputs.words)
                 if WAIT:
                     gdc_wait()
-                edited = tl.load(inputs.edited_values + edit_row * inputs.vocab_size + ids, mask=touched, other=0.0)
+                edited = tl.load(inputs.edited_values + row * inputs.vocab_size + ids, mask=touched, other=0.0)
                 values = tl.where(touched, edited, values)
             if limited > 0:
                 values = tl.where(
@@ -240,7 +242,7 @@ def _load_at(inputs, row, changes, ids, wanted, EDITS: tl.constexpr):
                 other=0,
             )
             touched = wanted & _bit(words, ids)
-            edited = tl.load(inputs.edited_values + edit_row * inputs.vocab_size + ids, mask=touched, other=0.0)
+            edited = tl.load(inputs.edited_values + row * inputs.vocab_size + ids, mask=touched, other=0.0)
             values = tl.where(touched, edited, values)
     return values
 

@@ -1,11 +1,13 @@
 """What a request may ask of the sampler, checked when the request arrives."""
 
 import math
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
+
+from freewheel.sampling.checks import check_text, shown
+from freewheel.sampling.grammar import Grammar
 
 MAX_INT = 2**31 - 1
 MAX_CHOICES = 1024
@@ -57,6 +59,9 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens, always the model's own ("raw").
         logprobs_mode: of ``logprobs``: "raw", the model's, before any change, or "processed", after everything.
         skip_special_tokens: leave special tokens out of the text.
+        grammar: what the output has to look like. End-of-sequence and stop ids can be drawn where the grammar can end,
+            and nowhere else; where nothing else can follow, the output ends. After an end that ``ignore_eos`` ignores,
+            the output is free.
     """
 
     n: int = 1
@@ -81,6 +86,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprobs_mode: Literal["raw", "processed"] = "raw"
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         normalised = {
@@ -112,6 +118,8 @@ class SamplingParams:
                 raise ValueError(f"{name} must be True or False, not {shown(getattr(self, name))}")
         if self.logprobs_mode not in ("raw", "processed"):
             raise ValueError(f'logprobs_mode must be "raw" or "processed", not {shown(self.logprobs_mode)}')
+        if not isinstance(self.grammar, Grammar | None):
+            raise ValueError(f"grammar must be a Grammar, not {shown(self.grammar)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
 
@@ -154,27 +162,6 @@ class SamplingParams:
                 "allowed_token_ids leaves no token to draw: bad_words, or min_tokens for end-of-sequence and stop ids, "
                 "forbids every one"
             )
-
-
-def shown(value: Any) -> str:
-    """A short text for an error. What may be large, or have any ``repr``, is named by its type."""
-    if isinstance(value, int) and abs(value) >= 2**64:
-        return "a very large integer"
-    return reprlib.repr(value) if isinstance(value, (int, float, str, type(None))) else f"a {type(value).__name__}"
-
-
-def check_text(name: str, text: str) -> None:
-    """Refuse what no tokenizer takes.
-
-    Raises:
-        ValueError: the text has a surrogate without its other half.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} has a lone surrogate at character {error.start}: it is not valid text, or was not UTF-8"
-        ) from None
 
 
 def check_seed(value: Any) -> int:

@@ -23,6 +23,9 @@ CHUNK = 2**20
 # So many logits are copied while one more call, for the rows that are neighbours, is made.
 CALL = 2**14
 
+# What to add to the logits of eight ids, by the byte that permits some of them.
+_FORBIDS = torch.log(torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], 1, bitorder="little")))
+
 _EDITED = 1 << 16  # beside the constants of the state's needs
 
 
@@ -41,14 +44,13 @@ class SampleRows:
     Attributes:
         slots: int64 [rows], each row's place in the sampling state.
         positions: int64 [rows], the absolute position in its sequence of the token to draw; the key of its noise.
-            On CUDA devices a slot whose logits are edited (bias, penalties, held-back or bad words) has one row at a
-            time, at the end of its sequence.
         masks: int32 [masks, words], a bit for each id that a grammar permits, 32 ids a word from the lowest bit on;
             words is the vocabulary's size over 32, rounded up.
         mask_rows: int64 [rows], which mask each row has; -1 for none. Kernels take it for granted that the mask exists.
         paths: int64 [rows, depth], the tokens of each row's path in a draft tree, which stand before its position and
-            are not in the history; the last one in the last column, -1 where there are none. Not on CUDA devices yet.
-        each: most rows of a slot. Kernels have programs for as many demanding rows as there may be.
+            are not in the history; the last one in the last column, -1 where there are none.
+        each: most rows of a slot, which are neighbours. Kernels have programs for as many demanding rows as there may
+            be.
     """
 
     slots: Tensor
@@ -127,7 +129,7 @@ class Sampler:
 
         Raises:
             ValueError: logits, slots, positions and masks of shapes or types that do not fit; on CPUs, a mask that
-                does not exist; paths on a device whose kernels do not see them.
+                does not exist.
         """
         count, vocab = rows.slots.shape[0], self.state.vocab_size  # len of a tensor takes a microsecond
         if logits.shape != (count, vocab) or rows.positions.shape != rows.slots.shape:
@@ -140,8 +142,8 @@ class Sampler:
             raise ValueError("masks and mask_rows go together, and mask_rows must say for each row which mask it has")
         if masks is not None and (masks.dtype != torch.int32 or not len(masks) or masks.shape[1:] != (words,)):
             raise ValueError(f"masks must have {words} words of 32 bits, int32, and be at least one")
-        if rows.paths is not None and self._fused is not None:
-            raise ValueError("paths must be None: kernels do not see the tokens on a path yet")
+        if rows.paths is not None and (rows.paths.dim() != 2 or len(rows.paths) != count):
+            raise ValueError(f"paths must have a row for each of {count}, not the shape {tuple(rows.paths.shape)}")
         if self._fused is not None:
             return self._sample_fused(self._fused, logits, rows)
         logits, valid = logits.detach(), self.state.valid_vocab_size
@@ -180,7 +182,7 @@ class Sampler:
         samples = Samples.unpack(torch.empty(9 * count, dtype=torch.uint8, device=logits.device), None)
         described = fused.sample(
             logits, rows.slots, rows.positions, rows.masks, rows.mask_rows, samples.tokens, samples.status,
-            each=rows.each,
+            paths=rows.paths, each=rows.each,
         )  # fmt: skip
         if described is None:
             return samples
@@ -217,10 +219,11 @@ class Sampler:
         values = logits.to(torch.float32, copy=True)
         sick = ~(values.amax(1) < torch.inf)
         if rows.masks is not None and rows.mask_rows is not None:
-            ids = torch.arange(values.shape[1], device=values.device)
-            mask_rows = rows.mask_rows[at]
-            permitted = (rows.masks[mask_rows.clamp(min=0)][:, ids >> 5] >> (ids & 31)) & 1
-            values[(permitted == 0) & (mask_rows >= 0)[:, None]] = -torch.inf
+            forbids = _FORBIDS.to(values.device)
+            for row, mask in zip(values, rows.mask_rows[at].tolist()):
+                if mask >= 0:  # a table, as masked_fill takes seven times as long where bits are mixed
+                    bits = rows.masks[mask].view(torch.uint8).int().to(values.device)
+                    row += forbids.index_select(0, bits).view(-1)[: len(row)]
         paths = None if rows.paths is None else rows.paths[at]
         transform(self.state, values, rows.slots[at], rows.positions[at], paths)
         if sick.any():  # a mask must not hide it

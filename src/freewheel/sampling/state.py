@@ -83,6 +83,7 @@ class SamplingState:
         max_length: int,
         *,
         valid_vocab_size: int | None = None,
+        drawn: int = 0,
         device: torch.device | str = "cpu",
         fused: bool | None = None,
     ) -> None:
@@ -93,6 +94,7 @@ class SamplingState:
             vocab_size: width of the model's logits.
             max_length: longest sequence in tokens.
             valid_vocab_size: ids that the tokenizer knows, where the head is padded beyond it.
+            drawn: rows that are drawn at once at most, if more than slots: kernels find room for as many.
             device: where the logits will be.
             fused: keep the tables that the Triton kernels read. None does so for CUDA devices.
         """
@@ -123,7 +125,7 @@ class SamplingState:
         self._users: Counter[int] = Counter()
         self.changes = 0  # how often a slot was taken or given back
         fused = self.device.type == "cuda" if fused is None else fused
-        self.tables = Tables(slots, vocab_size, self.device) if fused else None
+        self.tables = Tables(slots, max(slots, drawn), vocab_size, self.device) if fused else None
 
     def join(
         self,

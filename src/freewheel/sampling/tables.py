@@ -1,10 +1,9 @@
 """What the kernels know about each sequence, by slot, on the device.
 
 A slot's numbers are one row of ``settings``. What changes single logits lies in a row of edits, which only slots have
-that ask for such changes: for each id of the vocabulary one bit in each of four planes, a count and a value,
+that ask for such changes: for each id of the vocabulary one bit in each of four planes and a count,
 
     bits    [rows, 5, words]  allowed | seen | touched | listed | ranks (listed ids before the word, not a bit plane)
-    values  [rows, vocab]     the edited logits of the touched ids; written and read within one step
 
 in a row of counts, which only slots with penalties have,
 
@@ -12,7 +11,9 @@ in a row of counts, which only slots with penalties have,
 
 and in a list: five numbers for each listed id, in ascending order (the id, its bias as float32 bits, whether it is held
 back, where the bad words that end in it begin, how many these are), then two for each word (where its tokens begin, how
-many precede its last one), then these tokens. Places are relative to the list's start.
+many precede its last one), then these tokens. Places are relative to the list's start. What comes of it lies in
+
+    values  [drawn rows, vocab]  the edited logits of the touched ids; written and read within one call
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -38,13 +39,13 @@ LIMITED, PENALISED, KIND_BITS = 1, 2, 2
 """Kinds of edits: some ids only are allowed; penalties. The bits above them are the slot's row of counts."""
 
 
-def most_bytes(slots: int, vocab_size: int) -> int:
-    """What rows of edits and counts take if each slot has one, with those they replace as they grow.
+def most_bytes(slots: int, drawn: int, vocab_size: int) -> int:
+    """What rows of edits and counts take if each slot has one, with those they replace as they grow; and edited logits.
 
-    Rows double. The lists are not counted.
+    Rows double. The lists are not counted. ``drawn`` are the most rows of a draw.
     """
     rows = 1 << max(slots - 1, 0).bit_length()
-    return rows * (PLANES * 4 * -(-vocab_size // 32) + 8 * vocab_size) * 3 // 2
+    return rows * (PLANES * 4 * -(-vocab_size // 32) + 4 * vocab_size) * 3 // 2 + 4 * drawn * vocab_size
 
 
 class Tables:
@@ -53,13 +54,15 @@ class Tables:
     Attributes:
         settings: int64 [slots, COLUMNS].
         lists: pool of int32, the lists described above.
-        bits, values: int32 [rows, PLANES, words] and float32 [rows, vocab].
+        bits: int32 [rows, PLANES, words].
+        values: float32 [drawn rows, vocab]; none before any slot has edits.
         counts: int32 [count rows, vocab].
         count_rows: the row of counts of each slot that has one.
         moves: how often storage has moved to a larger place: a CUDA graph captured before the last move is void.
     """
 
-    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, slots: int, drawn: int, vocab_size: int, device: torch.device) -> None:
+        self._drawn = drawn
         self.vocab_size = vocab_size
         self.words = -(-vocab_size // 32)
         self.device = device
@@ -120,6 +123,8 @@ class Tables:
         in_words = planes[LISTED].reshape(-1, 32).sum(1)
         bits[RANKS] = in_words.cumsum() - in_words
 
+        if not len(self.values):
+            self.make_room(self._drawn)
         row = self._take_row(slot)
         upload(self.bits[row], torch.from_numpy(bits))
         kinds = (allowed is not None) * LIMITED
@@ -133,6 +138,13 @@ class Tables:
         if listed:
             columns[EDIT_LIST] = self._put_list(slot, listed, bias, held_back, words)
         return columns
+
+    def make_room(self, drawn: int) -> None:
+        """Let so many rows be drawn at once where any slot has edits."""
+        if self.values.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"sample {drawn} rows once before a graph is captured: memory is made then")
+        self.values = torch.zeros(drawn, self.vocab_size, device=self.device)
+        self.moves += 1
 
     def leave(self, slot: int) -> None:
         """Free the slot's rows of edits and counts and its list.
@@ -177,7 +189,6 @@ class Tables:
             self._free_rows = list(range(rows, max(1, 2 * rows)))
             added = len(self._free_rows)
             self.bits = torch.cat([self.bits, self.bits.new_zeros(added, PLANES, self.words)])
-            self.values = torch.cat([self.values, self.values.new_zeros(added, self.vocab_size)])
             self.moves += 1
         self._rows[slot] = self._free_rows.pop()
         return self._rows[slot]

@@ -1,10 +1,11 @@
 """The application: routes, limits, and the stream of a reply.
 
-Tokenising and templating happen in threads, the model runs in the engine's own: the event loop is for HTTP alone.
+Tokenising and templating happen in threads, the model runs in a process of its own: the event loop is for HTTP alone.
 """
 
 import asyncio
 import hmac
+import json
 import logging
 import re
 import time
@@ -25,14 +26,15 @@ from freewheel.engine.async_engine import AsyncEngine, EngineDeadError
 from freewheel.engine.engine import Engine
 from freewheel.engine.inputs import Prompt, TokensPrompt
 from freewheel.engine.outputs import CompletionOutput, RequestOutput
+from freewheel.engine.process import EngineProcess
 from freewheel.models.tokenizer import Tokenizer
 from freewheel.sampling import SamplingParams
-from freewheel.server.bodies import encoded, read
+from freewheel.server.assets import page_routes
+from freewheel.server.bodies import Body, encoded, read
 from freewheel.server.description import openapi
 from freewheel.server.errors import ApiError
 from freewheel.server.metrics import Metrics
 from freewheel.server.protocol import (
-    Body,
     ChatCompletionRequest,
     Completed,
     CompletionRequest,
@@ -50,10 +52,12 @@ from freewheel.server.replies import (
     Texts,
     event,
     framed,
+    token_fields,
     usage,
 )
 from freewheel.server.responses import ResponsesRequest, respond
-from freewheel.server.streams import Outputs, Stream, begun, following, last
+from freewheel.server.streams import Outputs, Stream, before, begun, following, last, merged
+from freewheel.server.tools import Function, described, told
 
 LONG = 2**14  # characters that are tokenised whatever becomes of them
 MANY = 1000  # log probabilities, or tokens, that are written without a thread
@@ -157,12 +161,12 @@ class Service:
         active: prompts that run or wait.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine | EngineProcess, tokenizer: Tokenizer, config: ServerConfig) -> None:
         self.engine = AsyncEngine(engine, tokenizer)
         self.tokenizer, self.config = tokenizer, config
-        self.max_model_len = engine.max_model_len
+        self.max_model_len = engine.limits.max_model_len
         self.active = 0
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(self.engine)
         self.texts = Texts(tokenizer)
         # One: more of them would only take the interpreter from the event loop more often.
         self._thread = ThreadPoolExecutor(1, "freewheel-server")
@@ -219,37 +223,22 @@ class Service:
         """
         self.check_room(len(prompts))
         self.active += len(prompts)
-        # One item, so that a client that reads slowly gets several steps' news in one.
-        news: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue(1)
-
-        async def follow(number: int, prompt: Prompt) -> None:
-            try:
-                async with aclosing(self.engine.generate(prompt, params, priority=request.priority)) as outputs:
-                    async for output in outputs:
-                        if output.finished:
-                            self.metrics.ended(output)
-                        await news.put((number, output))
-                await news.put(None)
-            except Exception as error:
-                await news.put(error)
-
         timeout = self.config.timeout
         ends = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        readers = [asyncio.create_task(follow(number, prompt)) for number, prompt in enumerate(prompts)]
         try:
-            left = len(readers)
-            while left:
-                async with asyncio.timeout_at(ends):  # of one wait: a stream's first is another task's than the rest
-                    item = await news.get()
-                if isinstance(item, tuple):
-                    request.metrics[item[0]] = item[1].metrics
+            streams = [self.engine.generate(prompt, params, priority=request.priority) for prompt in prompts]
+            async with aclosing(merged(streams)) as outputs:
+                while True:
+                    coming = anext(outputs, None)
+                    item = await (coming if ends is None else before(ends, coming))
+                    if item is None:
+                        break
+                    number, output = item
+                    self.metrics.observe(output, request.metrics.get(number))
+                    request.metrics[number] = output.metrics
                     yield item
-                elif isinstance(item, BaseException):
-                    raise item
-                else:
-                    left -= 1
         except TimeoutError:
-            raise ApiError(504, f"the request took longer than {self.config.timeout:g} seconds") from None
+            raise ApiError(504, f"the request took longer than {timeout:g} seconds") from None
         except ValueError as error:
             message = renamed(str(error), request)
             raise ApiError(400, message, field_of(message, request)) from None
@@ -257,9 +246,6 @@ class Service:
             raise ApiError(503, str(error)) from None
         finally:
             self.active -= len(prompts)
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
 
     async def complete(self, request: CompletionRequest) -> Response:
         """``/v1/completions``."""
@@ -289,7 +275,7 @@ class Service:
             made["logprobs"] = None if request.logprobs is None else self.texts.completion(listed, shown, start)
             made["stop_reason"] = one.stop_reason
             if request.return_token_ids:
-                made |= {"token_ids": ids, "prompt_token_ids": output.prompt_token_ids if first else None}
+                made |= {**token_fields(one, ids), "prompt_token_ids": output.prompt_token_ids if first else None}
             return made
 
         return await self._reply(request, prompts, params, answer, choice, None)
@@ -300,19 +286,19 @@ class Service:
         self.check_room()
         params = await self.params(request)
         variables = {"add_generation_prompt": request.add_generation_prompt, **request.chat_template_kwargs}
-        prompt = await self.templated("messages", lambda: templated(request.messages), variables)
+        prompt = await self.templated("messages", lambda: templated(request.messages), request.offered, variables)
         answer = Answer("chat.completion", "chatcmpl", self.config.name)
 
         def choice(number: int, output: RequestOutput, one: CompletionOutput, progress: Progress) -> Object:
             ids, entries = progress.news(one)
-            part: Object = {"content": one.delta if request.stream else one.text}
+            part, reason = answered(request, one, progress)
             if not request.stream:
                 part = {"role": "assistant", **part, "refusal": None}
             made: Object = {"index": one.index, "delta" if request.stream else "message": part}
             made["logprobs"] = self.texts.chat(entries, params.logprobs or 0) if request.logprobs else None
-            made |= {"finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+            made |= {"finish_reason": reason, "stop_reason": one.stop_reason}
             if request.return_token_ids:
-                made["token_ids"] = ids
+                made |= token_fields(one, ids)
             return made
 
         def begin(index: int) -> Object:
@@ -321,14 +307,17 @@ class Service:
         return await self._reply(request, [prompt], params, answer, choice, begin)
 
     async def templated(
-        self, field: str, turns: Callable[[], list[Object]], variables: Mapping[str, Any]
+        self, field: str, turns: Callable[[], list[Object]], tools: Sequence[Function], variables: Mapping[str, Any]
     ) -> TokensPrompt:
         """A conversation as the model's template writes it; ``field`` is where the client gave it."""
 
         def render() -> TokensPrompt:
-            given = turns()
-            self.check_length(field, sum(len(turn["content"]) for turn in given))
-            ids, text = self.tokenizer.encode_chat(given, **variables)
+            native = self.tokenizer.knows_tools
+            given, options = told(turns(), tools, native), dict(variables)
+            if tools and native:
+                options["tools"] = [described(tool) for tool in tools]
+            self.check_length(field, characters(given, options.get("tools", ())))
+            ids, text = self.tokenizer.encode_chat(given, **options)
             return {"prompt_token_ids": ids, "prompt": text}
 
         if clash := variables.keys() & {"messages", "tools"}:
@@ -383,12 +372,13 @@ class Service:
         try:
             async for number, output in outputs:
                 latest[number] = output
+                events: list[bytes] = []
                 for one in output.outputs:
                     key = number, one.index
                     if key not in progress:
                         progress[key] = Progress()
                         if begin is not None:
-                            yield event(answer.chunk([begin(one.index)]))
+                            events.append(event(answer.chunk([begin(one.index)])))
                     silent = not (one.delta or params.logprobs is not None or request.return_token_ids)
                     nothing = silent or len(one.token_ids) == progress[key].tokens
                     if key in ended or (nothing and not one.finish_reason):
@@ -406,7 +396,9 @@ class Service:
 
                     new = len(one.token_ids) - progress[key].tokens
                     prompt = 0 if progress[key].tokens else len(output.prompt_logprobs or ())
-                    yield framed(await self.made(listed(params, new, prompt), chunk))
+                    events.append(framed(await self.made(listed(params, new, prompt), chunk)))
+                if events:
+                    yield b"".join(events)
             if counts:
                 yield event(answer.chunk([], usage=usage([latest[number] for number in sorted(latest)])))
         except ApiError as error:
@@ -427,8 +419,9 @@ class Service:
             raise ApiError(400, "prompt or messages must be given, and not both", "prompt")
         if messages is not None:
             variables = {"add_generation_prompt": request.add_generation_prompt}
-            ids = (await self.templated("messages", lambda: templated(messages), variables))["prompt_token_ids"]
+            ids = (await self.templated("messages", lambda: templated(messages), (), variables))["prompt_token_ids"]
         else:
+            self.check_length("prompt", len(text or ""))
             try:
                 ids = await asyncio.to_thread(self.tokenizer.encode, text or "", request.add_special_tokens)
             except ValueError as error:
@@ -455,9 +448,33 @@ def listed(params: SamplingParams, tokens: int, prompt_tokens: int = 0) -> int:
     return entries + prompt_tokens * (1 + (params.prompt_logprobs or 0))
 
 
+def answered(request: ChatCompletionRequest, one: CompletionOutput, progress: Progress) -> tuple[Object, str | None]:
+    """What a choice says, or of a stream what is new, with the calls of tools read out of it; and why it ended."""
+    text, reason = one.delta if request.stream else one.text, one.finish_reason
+    if progress.reader is None:
+        progress.reader = request.reader()
+    reader = progress.reader
+    if reader is None:
+        return {"content": text}, reason
+    content, parts = reader.push(text, last=reason is not None)
+    if request.stream:
+        return ({"content": content} if content else {}) | ({"tool_calls": parts} if parts else {}), (
+            reader.finish_reason(reason)
+        )
+    calls = [call.told() for call in reader.read]
+    return {"content": content or None} | ({"tool_calls": calls} if calls else {}), reader.finish_reason(reason)
+
+
 def templated(messages: Sequence[ChatMessage]) -> list[Object]:
     """A conversation as templates take it."""
     return [message.templated() for message in messages]
+
+
+def characters(turns: Sequence[Object], tools: Sequence[Object]) -> int:
+    """How many a template will write of these, at least."""
+    calls = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
+    given = [json.dumps(one, ensure_ascii=False) for one in (*calls, *tools)]
+    return sum(map(len, given)) + sum(len(turn["content"]) for turn in turns)
 
 
 async def while_there(request: Request, reply: Awaitable[Response]) -> Response:
@@ -477,8 +494,8 @@ async def while_there(request: Request, reply: Awaitable[Response]) -> Response:
         await asyncio.gather(making, leaving, return_exceptions=True)
 
 
-def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """The application. The engine is its own from here on, prepared, and runs while the application does."""
+def make_app(engine: Engine | EngineProcess, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
+    """The application. The engine is its own from here on, prepared or loaded, and runs while the application does."""
     service = Service(engine, tokenizer, config)
 
     @asynccontextmanager
@@ -489,6 +506,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> Fast
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     description = openapi(__version__)
     app.state.service = service
+    app.routes.extend(page_routes())
 
     @app.get("/health")
     async def health() -> Response:

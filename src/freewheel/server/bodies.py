@@ -13,16 +13,43 @@ from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 from starlette.requests import ClientDisconnect
 
 from freewheel.server.errors import ApiError
-from freewheel.server.protocol import Body
 
 INLINE = 2**14  # bytes that are read without a thread
 MOST_OBJECTS = 10_000  # of a body: each costs the time of hundreds of bytes of text
 SLICE = 64  # entries of a list that are written one by one
 SECONDS = 1e-3  # for which C code may be at it
+
+
+class Body(BaseModel):
+    """JSON with known fields of the right types; anything else is refused by name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    _large: bool = PrivateAttr(False)
+
+    @property
+    def large(self) -> bool:
+        """Whether it takes long to go through."""
+        return self._large
+
+    @large.setter
+    def large(self, value: bool) -> None:
+        self._large = value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, data: Any) -> Any:
+        """Of many unknown fields one: each would be an error of its own."""
+        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in data if name not in known)
+        return {name: value for name, value in data.items() if name in known or name == unknown}
+
 
 Kind = TypeVar("Kind", bound=Body)
 InThread = Callable[[Callable[[], Kind]], Awaitable[Kind]]
@@ -116,12 +143,18 @@ def _path(error: Any) -> list[int | str]:
     named = [
         part
         for place, part in enumerate(error["loc"])
-        if place == 0 or isinstance(part, int) or not (part in _TYPES or "[" in part)
+        if place == 0 or isinstance(part, int) or not ("[" in part or part in _TYPES or part in set(_names(Body)))
     ]
     return [part[:100] if isinstance(part, str) else part for part in named[:8]]
 
 
 _TYPES = {"str", "int", "float", "bool", "none"}
+
+
+def _names(kind: type[Body]) -> Iterator[str]:
+    yield kind.__name__
+    for one in kind.__subclasses__():
+        yield from _names(one)
 
 
 def encoded(value: Any, *, in_pieces: bool = False) -> bytes:

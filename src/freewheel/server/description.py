@@ -5,7 +5,13 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from freewheel.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from freewheel.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    ToolCall,
+)
 from freewheel.server.responses import ResponsesRequest
 
 
@@ -75,6 +81,7 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None
     token_ids: list[int] | None = None
+    from_draft: list[bool] | None = None
     prompt_token_ids: list[int] | None = None
 
 
@@ -114,6 +121,7 @@ class ChatMessage(BaseModel):
 
     role: Literal["assistant"]
     content: str | None
+    tool_calls: list[ToolCall] | None = None
     refusal: None
 
 
@@ -123,9 +131,10 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
     token_ids: list[int] | None = None
+    from_draft: list[bool] | None = None
 
 
 class ChatCompletion(BaseModel):

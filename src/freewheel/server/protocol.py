@@ -7,15 +7,17 @@ The models here know names and types. What values are right is checked once, whe
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema, model_validator
+from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from freewheel.engine.outputs import RequestMetrics
 from freewheel.sampling import SamplingParams
+from freewheel.server.bodies import Body
+from freewheel.server.formats import Constrained, Format, ResponseFormat, Strings
+from freewheel.server.tools import NamedChoice, Tool, Tooled
 
 # What may be long is looked at where its values are checked: pydantic would go through it at once, holding everyone up.
 _IDS = {"type": "array", "items": {"type": "integer"}}
 Ids = Annotated[list[Any], WithJsonSchema(_IDS)]
-Strings = Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"type": "string"}})]
 Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
 
 
@@ -25,32 +27,6 @@ MOST_PROMPTS = 256  # of a request
 MOST_MESSAGES = 2048
 
 
-class Body(BaseModel):
-    """JSON with known fields of the right types; anything else is refused by name."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    _large: bool = PrivateAttr(False)
-
-    @property
-    def large(self) -> bool:
-        """Whether it takes long to go through."""
-        return self._large
-
-    @large.setter
-    def large(self, value: bool) -> None:
-        self._large = value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_unknown(cls, data: Any) -> Any:
-        """Of many unknown fields one: each would be an error of its own."""
-        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
-            return data
-        unknown = next(name for name in data if name not in cls.model_fields)
-        return {name: value for name, value in data.items() if name in cls.model_fields or name == unknown}
-
-
 class StreamOptions(Body):
     """Of a stream: whether its last chunk counts tokens, and whether each one does."""
 
@@ -58,13 +34,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class ResponseFormat(Body):
-    """What the answer has to look like: text is all there is yet."""
-
-    type: Literal["text"]
-
-
-class Sampled(Body):
+class Sampled(Constrained):
     """What everyone who wants text may ask.
 
     A field that is null counts as one that is not given. ``user``, ``metadata`` and the like are accepted and ignored.
@@ -112,6 +82,7 @@ class Sampled(Body):
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         asked = {name: value for name in names if (value := getattr(self, name)) is not None}
         asked.pop("logprobs", None)  # it means something else in each kind of request
+        asked["grammar"] = self.output_grammar()
         if "logit_bias" in asked:
             asked["logit_bias"] = {_id(token): bias for token, bias in asked["logit_bias"].items()}
         return asked
@@ -124,7 +95,11 @@ class Completed(Sampled):
     n: int | None = None
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
     return_token_ids: bool = False
+
+    def format(self) -> tuple[str, Format | None]:
+        return "response_format", self.response_format
 
 
 class CompletionRequest(Completed):
@@ -205,7 +180,7 @@ class Message(Body):
         return given
 
 
-class ChatCompletionRequest(Completed):
+class ChatCompletionRequest(Tooled[Tool, NamedChoice], Completed):
     """``POST /v1/chat/completions``."""
 
     renames: ClassVar[Mapping[str, str]] = {
@@ -218,7 +193,6 @@ class ChatCompletionRequest(Completed):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    response_format: ResponseFormat | None = None
     store: Literal[False] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -262,6 +236,8 @@ def _id(token: str) -> int:
 def renamed(message: str, request: Body) -> str:
     """An error with the name that the client gave the field."""
     field, space, rest = message.partition(" ")
+    if field == "grammar" and isinstance(request, Constrained):
+        return f"{request.constraint() or field}{space}{rest}"
     name = getattr(request, "renames", {}).get(field)
     return f"{name}{space}{rest}" if name and name in request.model_fields_set else message
 
@@ -269,4 +245,4 @@ def renamed(message: str, request: Body) -> str:
 def field_of(message: str, request: Body) -> str | None:
     """The field that an error begins with."""
     field = message.partition(" ")[0].rstrip(":")
-    return field if field in type(request).model_fields else None
+    return field if field.partition(".")[0] in type(request).model_fields else None

@@ -11,6 +11,7 @@ from freewheel.engine.outputs import CompletionOutput, RequestOutput
 from freewheel.models.tokenizer import Tokenizer
 from freewheel.request import TokenLogprobs
 from freewheel.server.bodies import encoded
+from freewheel.server.tools import CallReader
 
 Object = dict[str, Any]
 Entry = TokenLogprobs | None  # None for a prompt's first token
@@ -63,11 +64,12 @@ class Answer:
 
 
 class Progress:
-    """How much of a choice was sent."""
+    """How much of a choice was sent, and the reader of its tool calls, if there are tools."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self.characters = 0
+        self.reader: CallReader | None = None
 
     def news(self, choice: CompletionOutput) -> tuple[list[int], list[Entry]]:
         """Tokens and their log probabilities since the last call."""
@@ -110,6 +112,11 @@ class Texts:
     def _described(self, id: int, value: float) -> Object:
         raw = self._bytes(id)
         return {"token": raw.decode("utf-8", "replace"), "logprob": finite(value), "bytes": list(raw)}
+
+
+def token_fields(choice: CompletionOutput, ids: list[int]) -> Object:
+    """What ``return_token_ids`` adds, of the last tokens: their ids, and whether drafts had them."""
+    return {"token_ids": ids, "from_draft": choice.from_draft[len(choice.from_draft) - len(ids) :]}
 
 
 def event(value: Object) -> bytes:

@@ -13,9 +13,10 @@ from pydantic import Field
 
 from freewheel.engine.outputs import CompletionOutput, RequestOutput
 from freewheel.sampling import SamplingParams
-from freewheel.server.bodies import encoded
+from freewheel.server.bodies import Body, encoded
 from freewheel.server.errors import ApiError
-from freewheel.server.protocol import MOST_MESSAGES, Body, ResponseFormat, Sampled
+from freewheel.server.formats import FlatFormat, Format
+from freewheel.server.protocol import MOST_MESSAGES, Sampled
 from freewheel.server.replies import Entry, Object, Progress, framed
 from freewheel.server.streams import Stream, begun, following, last
 
@@ -53,7 +54,7 @@ class InputMessage(Body):
 class TextOptions(Body):
     """What the text has to look like."""
 
-    format: ResponseFormat | None = None
+    format: FlatFormat | None = None
 
 
 class ResponsesRequest(Sampled):
@@ -76,6 +77,9 @@ class ResponsesRequest(Sampled):
     store: Literal[False] | None = None
     previous_response_id: None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def format(self) -> tuple[str, Format | None]:
+        return "text.format", self.text and self.text.format
 
     def turns(self) -> list[Object]:
         """The conversation, as templates take it."""
@@ -100,7 +104,7 @@ async def respond(service: "Service", request: ResponsesRequest) -> Response:
     service.check_room()
     params = await service.params(request)
     variables = {"add_generation_prompt": True, **request.chat_template_kwargs}
-    prompt = await service.templated("input", request.turns, variables)
+    prompt = await service.templated("input", request.turns, (), variables)
     reply = _Reply(service, request, params)
     outputs = service.run([prompt], params, request)
     if not request.stream:

@@ -6,8 +6,12 @@ import logging
 import os
 import socket
 import sys
-import time
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from freewheel.config import EngineConfig
+    from freewheel.engine.process import Load
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -40,23 +44,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
+def run(
+    args: argparse.Namespace,
+    engine_options: dict[str, Any],
+    loads: "Callable[[EngineConfig], Load] | None" = None,
+) -> None:
     """Serve until SIGINT or SIGTERM, then let requests finish for ``--grace`` seconds.
+
+    The engine has a process of its own; here are HTTP and texts.
+
+    Args:
+        args: the options that :func:`add_arguments` knows, and the model's.
+        engine_options: fields of :class:`freewheel.config.EngineConfig` beside those.
+        loads: what the engine's process loads in place of the model that ``args`` name: benchmarks have their own.
 
     Raises:
         ValueError: an option is wrong, or what the server is made of is not installed.
+        ModelError: the model cannot be found, read or run.
     """
-    try:
-        import uvicorn
-
-        from freewheel.server.app import ServerConfig, make_app
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"serve: {error.name} is missing: install freewheel with its extra, as in pip install -e '.[server]'"
-        ) from None
     from freewheel.config import EngineConfig
-    from freewheel.engine.build import build_engine, prepare
-    from freewheel.models.load import load
+    from freewheel.engine.process import EngineProcess, Load
+    from freewheel.models.store import resolve
 
     for name in ("max_requests", "max_body"):
         if getattr(args, name) < 1:
@@ -68,38 +76,46 @@ def run(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     key = args.api_key if args.api_key is not None else os.environ.get("FREEWHEEL_API_KEY")
     if key == "":
         raise ValueError("api_key must not be empty")
-    server = ServerConfig(
-        name=args.served_model_name or args.model,
-        api_key=key,
-        max_requests=args.max_requests,
-        max_body=args.max_body,
-        timeout=args.timeout,
-        cors_origins=tuple(args.cors_origin or ()),
-    )
     listening = _listen(args.host, args.port)  # before a model is loaded in vain
     config = EngineConfig(max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs, **engine_options)
-    began = time.perf_counter()
+    loads = loads or (lambda config: Load(resolve(args.model), config, args.dtype, args.device, args.threads))
+    load = loads(config)
     _say(f"loading {args.model} on {args.device}")
-    model = load(args.model, dtype=args.dtype, device=args.device)
-    loaded = time.perf_counter()
-    engine = build_engine(model, config)
-    prepare(engine)
-    ready = time.perf_counter()
-    sizes = f"up to {config.max_num_seqs} sequences of {engine.max_model_len} tokens"
-    _say(f"loaded in {loaded - began:.1f} s, engine ready in {ready - loaded:.1f} s: {sizes}")
-    if args.host not in LOCAL and key is None:
-        _say(f"anyone who reaches {args.host} may use this server: there is no --api-key")
-    listening.listen()  # whoever reads the next line may come at once
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    _say(f"model {server.name!r} at http://{host}:{listening.getsockname()[1]}/v1 (Ctrl-C stops)")
-    if args.log_requests:
-        logging.basicConfig(format="%(asctime)s %(message)s")
-        logging.getLogger("freewheel.server").setLevel(logging.INFO)
-    app = make_app(engine, model.tokenizer, server)
-    gc.collect()
-    gc.freeze()  # what is loaded stays: looking through it again and again would hold up everyone
-    options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(args.grace))
-    uvicorn.Server(options).run(sockets=[listening])
+    with EngineProcess(load) as engine:
+        try:  # here, as it takes long, and the process is at work by now
+            import uvicorn
+
+            from freewheel.server.app import ServerConfig, make_app
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"serve: {error.name} is missing: install freewheel with its extra, as in pip install -e '.[server]'"
+            ) from None
+        server = ServerConfig(
+            name=args.served_model_name or args.model,
+            api_key=key,
+            max_requests=args.max_requests,
+            max_body=args.max_body,
+            timeout=args.timeout,
+            cors_origins=tuple(args.cors_origin or ()),
+        )
+        tokenizer = load.tokenizer()
+        engine.wait()
+        sizes = f"up to {config.max_num_seqs} sequences of {engine.limits.max_model_len} tokens"
+        _say(f"loaded in {engine.load_s:.1f} s, engine ready in {engine.prepare_s:.1f} s: {sizes}")
+        if args.host not in LOCAL and key is None:
+            _say(f"anyone who reaches {args.host} may use this server: there is no --api-key")
+        listening.listen()  # whoever reads the next line may come at once
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        url = f"http://{host}:{listening.getsockname()[1]}"
+        _say(f"model {server.name!r} at {url}/v1, a page to try it at {url}/ (Ctrl-C stops)")
+        if args.log_requests:
+            logging.basicConfig(format="%(asctime)s %(message)s")
+            logging.getLogger("freewheel.server").setLevel(logging.INFO)
+        app = make_app(engine, tokenizer, server)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: looking through it again and again would hold up everyone
+        options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(args.grace))
+        uvicorn.Server(options).run(sockets=[listening])
 
 
 def _listen(host: str, port: int) -> socket.socket:

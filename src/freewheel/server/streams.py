@@ -1,7 +1,9 @@
 """The outputs of a request on their way to a client."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
+from typing import TypeVar
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -9,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from freewheel.engine.outputs import RequestOutput
 from freewheel.server.errors import ApiError
 
+T = TypeVar("T")
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # of several prompts, with the number of each
 
 
@@ -24,6 +27,48 @@ class Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._outputs.aclose()
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """What all of them yield as it comes, with the number of each. Left early, it closes them."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    # With little room, as each of them brings several steps' news in one to whoever reads slowly.
+    news: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(len(streams))
+
+    async def follow(number: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    await news.put((number, item))
+            await news.put(None)
+        except Exception as error:
+            await news.put(error)
+
+    readers = [asyncio.create_task(follow(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        left = len(readers)
+        while left:
+            item = await news.get()
+            if isinstance(item, tuple):
+                yield item
+            elif item is not None:
+                raise item
+            else:
+                left -= 1
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def before(ends: float, result: Awaitable[T]) -> T:
+    """Wait for it, until a time of the loop's clock at most: then TimeoutError is raised."""
+    async with asyncio.timeout_at(ends):
+        return await result
 
 
 async def last(outputs: Outputs) -> list[RequestOutput]:
