@@ -15,8 +15,10 @@ from freewheel.cache.pool import KVPool
 from freewheel.config import EngineConfig
 from freewheel.engine.build import runner_for
 from freewheel.engine.engine import Engine
+from freewheel.grammar import Compiler
 from freewheel.models.decoder import kv_cache_shape
-from freewheel.models.load import load
+from freewheel.models.load import load, load_tokenizer
+from freewheel.sampling import Grammar
 from freewheel.speculative import DraftTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,7 +30,7 @@ def engine(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, l
     """Two sequences, and their scripts."""
     monkeypatch.setattr(links, "PERIOD", 9)
     model = load(tiny_model, dtype="float32", device=DEVICE)
-    told = links.scripts(2, PROMPT, 48, 0.9, model.tokenizer.vocab_size)
+    told = links.scripts(2, PROMPT, 48, 0.9, 90)  # printable ones
     config = EngineConfig(
         max_num_seqs=2,
         enable_prefix_caching=False,
@@ -68,6 +70,17 @@ def test_all_ways_say_what_the_scripts_tell(engine: tuple[Engine, list[list[int]
     results = links.measure(built, told, PROMPT, OUTPUT, 1)
     assert [result.variant for result in results] == list(links.VARIANTS)
     assert all(result.accepted >= 1 for result in results)
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_each_row_may_have_a_mask(engine: tuple[Engine, list[list[int]]], tiny_model: Path) -> None:
+    """By a grammar of what the scripts tell: what it forbids would leave nothing to draw."""
+    built, told = engine
+    built.grammars = Compiler(load_tokenizer(tiny_model), built.limits.logits)
+    for variant in links.VARIANTS:
+        seconds, steps = links.run_variant(built, variant, told, PROMPT, OUTPUT, Grammar.regex("[!-~]*"))
+        assert seconds > 0
+        assert 1 <= steps <= OUTPUT
 
 
 def test_links_read_from_the_device_are_those_of_the_trees() -> None:

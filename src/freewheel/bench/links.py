@@ -7,6 +7,9 @@ share with the third all that a step computes: layout, decoder, draw, walk.
 
 Weights are random, so a script says which token is drawn at which place: with a given probability that which repeats
 what came ``PERIOD`` tokens before, else a random one. So all three are told the same tokens, and accept as many.
+
+With ``--grammar`` each row of a draft has a mask, by a grammar that permits all that the script says: made while the
+decoder runs. Then *read back* copies masks in a way that waits for the device, the others do not.
 """
 
 import argparse
@@ -15,7 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
     from freewheel.engine.engine import Engine
     from freewheel.models.load import LoadedModel
+    from freewheel.sampling import Grammar
+    from freewheel.speculative import DraftTree
 
 PERIOD = 48
 VARIANTS = ("read back", "host", "device")
@@ -111,6 +116,7 @@ class HostDrafts:
         from freewheel.engine.buckets import bucket_for
         from freewheel.engine.device_runner import DeviceRunner
         from freewheel.engine.draft_step import DeviceDrafts, DraftStep
+        from freewheel.engine.masks import MaskBuffer
         from freewheel.speculative import NgramIndex
 
         runner, config = engine.runner, engine.config
@@ -135,7 +141,10 @@ class HostDrafts:
         self._step = step = DraftStep(drafts, size, size * each, config.draft_nodes, 1, runner._outbox)
         runner._prepare(step)
         self._graph = None
-        if runner._graphs:
+        self._matchers = [one.matcher for one in self.sequences]
+        logits, host = engine.limits.logits, torch.device("cpu")
+        self._masks = MaskBuffer(logits, host if read_back else runner._device)
+        if runner._graphs and not any(self._matchers):
             runner._sample(step, runner._forward(step))
             self._graph = runner._capture(lambda: runner._sample(step, runner._forward(step)))
         self._trees = [torch.zeros_like(part, device="cpu") for part in step._trees]
@@ -172,15 +181,38 @@ class HostDrafts:
             self.links = self._links().tolist()  # waits for the device
         else:
             self.links = [tree.links for tree in trees]
-        if self._graph is not None:
+        if any(self._matchers):
+            self._constrained(trees)
+        elif self._graph is not None:
             self._graph.replay()
         else:
             self._runner._sample(self._step, self._runner._forward(self._step))
         result = self._step.launched(None).result()
         came = iter(result.tokens)
-        for sequence, run in zip(self.sequences, result.runs):
-            sequence.tokens += [next(came) for _ in range(run)]
+        for sequence, run, matcher in zip(self.sequences, result.runs, self._matchers):
+            new = [next(came) for _ in range(run)]
+            sequence.tokens += new
+            if matcher is not None:
+                for token in new:
+                    matcher.advance(token)
         return len(result.tokens)
+
+    def _constrained(self, trees: "list[DraftTree]") -> None:
+        """The step, with a mask for each of its rows."""
+        from freewheel.engine.masks import Constrained
+
+        runner, step = self._runner, self._step
+        runner._begin(step)
+        logits = step.graphs.decoder.replay() if step.graphs.decoder else runner._fused(step.rows)
+        constrained, row = [], 0
+        for matcher, tree in zip(self._matchers, trees):
+            if matcher is not None:
+                constrained.append(Constrained(row, matcher, tree))
+            row += tree.rows
+        masks, mask_rows = self._masks.fill(constrained, len(step.rows.slots))
+        if masks is not None and mask_rows is not None:  # from memory that is not pinned such a copy waits
+            masks, mask_rows = masks.to(logits.device), mask_rows.to(logits.device)
+        runner._sample(step, logits, replace(step.sample_rows, masks=masks, mask_rows=mask_rows))
 
 
 def scripted(model: "LoadedModel", batch: int, length: int, nodes: int, width: int, told: list[list[int]]) -> "Engine":
@@ -221,7 +253,7 @@ def read_out(sampler: Any, told: list[list[int]]) -> Any:
     return Scripted(state)
 
 
-def begin(engine: "Engine", told: list[list[int]], prompt: int) -> None:
+def begin(engine: "Engine", told: list[list[int]], prompt: int, grammar: "Grammar | None" = None) -> None:
     """Bring each sequence to its first token, without drafts, and leave nothing in flight."""
     from freewheel.request import Request
     from freewheel.sampling import SamplingParams
@@ -229,7 +261,7 @@ def begin(engine: "Engine", told: list[list[int]], prompt: int) -> None:
     engine.lookahead = 0
     plan_nodes(engine, 0)
     count = len(told[0]) - prompt
-    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, grammar=grammar)
     for slot in reversed(engine._slots):  # in which order they are given away
         engine.add(Request(str(slot), tuple(told[slot][:prompt]), params))
     while engine._waiting or any(len(one.tokens) == prompt for one in engine._running.values()):
@@ -246,9 +278,11 @@ def plan_nodes(engine: "Engine", nodes: int) -> None:
     drafting.nodes, drafting.guessing = plan, False
 
 
-def run_variant(engine: "Engine", variant: str, told: list[list[int]], prompt: int, tokens: int) -> tuple[float, int]:
+def run_variant(
+    engine: "Engine", variant: str, told: list[list[int]], prompt: int, tokens: int, grammar: "Grammar | None" = None
+) -> tuple[float, int]:
     """Seconds until so many tokens came, and steps. The engine is empty again afterwards."""
-    begin(engine, told, prompt)
+    begin(engine, told, prompt, grammar)
     device = str(engine._pool.device)
     goal, steps, came = tokens * len(told), 0, 0
     if variant == "device":
@@ -276,14 +310,21 @@ def run_variant(engine: "Engine", variant: str, told: list[list[int]], prompt: i
     return seconds * goal / came, steps
 
 
-def measure(engine: "Engine", told: list[list[int]], prompt: int, tokens: int, repeats: int) -> list[LinksResult]:
+def measure(
+    engine: "Engine",
+    told: list[list[int]],
+    prompt: int,
+    tokens: int,
+    repeats: int,
+    grammar: "Grammar | None" = None,
+) -> list[LinksResult]:
     """All variants in turn, after a round that does not count; then their occupancy, in a round of its own."""
     from freewheel.bench.steps import between_graphs, graph_events
 
     batch, times = len(told), {variant: list[tuple[float, int]]() for variant in VARIANTS}
     for turn in range(repeats + 1):
         for variant in VARIANTS:
-            outcome = run_variant(engine, variant, told, prompt, tokens)
+            outcome = run_variant(engine, variant, told, prompt, tokens, grammar)
             if turn:
                 times[variant].append(outcome)
     results = []
@@ -291,10 +332,11 @@ def measure(engine: "Engine", told: list[list[int]], prompt: int, tokens: int, r
         occupancy = None
         if engine._pool.device.type == "cuda":
             with graph_events() as events:
-                run_variant(engine, variant, told, prompt, tokens)
+                run_variant(engine, variant, told, prompt, tokens, grammar)
                 wait_for(str(engine._pool.device))
             steps = times[variant][0][1]
-            between = between_graphs(events[-2 * (steps - steps // 8) :])
+            each = 2 if grammar is None else 6  # around what is launched together: with masks, draft, decoder, draw
+            between = between_graphs(events[-each * (steps - steps // 8) :])
             occupancy = between and between.share
         seconds = statistics.median(one for one, _ in times[variant])
         steps = times[variant][0][1]
@@ -319,6 +361,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept", type=float, default=0.8, metavar="P", help="probability that a token repeats (default: %(default)s)"
     )
+    parser.add_argument("--grammar", action="store_true", help="mask each row of each draft by a grammar")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions; the median counts (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE")
 
@@ -326,7 +369,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print a line for each way and batch size, and write JSON."""
     from freewheel.bench.shapes import dummy_model
+    from freewheel.sampling import Grammar
 
+    grammar = Grammar.regex("(<[0-9]+>)*") if args.grammar else None  # all that models of random weights can say
     if not args.device.startswith("cuda"):
         raise ValueError(f"device: {args.device!r} is not a CUDA device: elsewhere the host waits for each step anyway")
     try:
@@ -353,7 +398,7 @@ def run(args: argparse.Namespace) -> None:
         length = args.prompt + 2 * args.output + 1 + args.nodes  # some get ahead of others
         told = scripts(batch, args.prompt, length, args.accept, model.spec.vocab_size)
         engine = scripted(model, batch, length, args.nodes, args.width, told)
-        for result in measure(engine, told, args.prompt, args.output, args.repeats):
+        for result in measure(engine, told, args.prompt, args.output, args.repeats, grammar):
             results.append(asdict(result))
             print(
                 f"{result.variant:12}{batch:6}{result.tokens_per_s:10.1f}{result.step_ms:11.3f}"

@@ -8,7 +8,7 @@ long: how long the device waits between steps is told by events around each grap
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -100,19 +100,28 @@ class Between:
 
 @contextmanager
 def graph_events() -> Iterator[list[Any]]:
-    """Events before and after each graph that is replayed meanwhile, in turn."""
+    """Events before and after each graph that is replayed meanwhile, in turn, and each draw that is in none."""
     import torch
 
-    replay, events = torch.cuda.CUDAGraph.replay, []
+    from freewheel.engine.device_runner import DeviceRunner
 
-    def marked(graph: torch.cuda.CUDAGraph) -> None:
-        around = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        around[0].record()
-        replay(graph)
-        around[1].record()
-        events.extend(around)
+    events: list[Any] = []
 
-    with patch.object(torch.cuda.CUDAGraph, "replay", marked):
+    def marked(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def launched(*args: Any) -> Any:
+            if torch.cuda.is_current_stream_capturing():
+                return launch(*args)
+            around = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            around[0].record()
+            left = launch(*args)
+            around[1].record()
+            events.extend(around)
+            return left
+
+        return launched
+
+    replayed = patch.object(torch.cuda.CUDAGraph, "replay", marked(torch.cuda.CUDAGraph.replay))
+    with replayed, patch.object(DeviceRunner, "_sample", marked(DeviceRunner._sample)):
         yield events
 
 

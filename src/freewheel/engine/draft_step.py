@@ -229,7 +229,7 @@ class OnItsWay:
         found: list[tuple[int, DraftTree] | None] = []
         for i in wanted:
             count = counts[i]
-            tree = DraftTree(tuple(tokens[i][:count]), tuple(parent - 1 for parent in parents[i][:count]))
+            tree = DraftTree(tuple(tokens[i][:count]), tuple(parents[i][:count]))
             found.append((starts[i], tree) if slots[i] >= 0 else None)
         return found
 
