@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import uvicorn
+from fastapi import FastAPI
 from openai import OpenAI
 
 from freewheel.config import EngineConfig
@@ -24,13 +25,15 @@ class Served(NamedTuple):
     client: Any  # an OpenAI: its overloads know no values that are wrong on purpose
     service: Service
     engine: Engine
+    app: FastAPI
 
 
 @contextmanager
 def serving(path: Path, engine_options: dict[str, Any] | None = None, **options: Any) -> Iterator[Served]:
     """Serve the model until the block ends; the engine's integrity is checked then."""
     model = load(path, dtype="float32")
-    engine = build_engine(model, EngineConfig(max_num_seqs=8, **(engine_options or {})))
+    sizes: dict[str, Any] = {"max_num_seqs": 8} | (engine_options or {})
+    engine = build_engine(model, EngineConfig(**sizes))
     app = make_app(engine, model.tokenizer, ServerConfig(name="tiny", **options))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
@@ -42,7 +45,7 @@ def serving(path: Path, engine_options: dict[str, Any] | None = None, **options:
         url = f"http://127.0.0.1:{port}"
         key = options.get("api_key", "none")
         with OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60) as client:
-            yield Served(url, client, app.state.service, engine)
+            yield Served(url, client, app.state.service, engine, app)
     finally:
         server.should_exit = True
         thread.join()

@@ -65,10 +65,10 @@ def held(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list
     gate = threading.Semaphore(0)
     launch = served.engine.runner.launch
 
-    def wait(spans: Any) -> Any:
+    def wait(*step: Any) -> Any:
         gate.acquire()
         steps.append(None)
-        return launch(spans)
+        return launch(*step)
 
     monkeypatch.setattr(served.engine.runner, "launch", wait)
     yield steps, gate

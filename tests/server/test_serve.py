@@ -64,10 +64,41 @@ def test_who_is_being_answered_gets_the_rest_when_it_is_told_to_stop(tiny_model:
             rest = [line for line in lines if line]
         assert first.startswith("data: ")
         assert rest[-1] == "data: [DONE]"
-        assert '"finish_reason": "length"' in rest[-2]
+        assert '"finish_reason":"length"' in rest[-2]
         assert process.wait(20) in (0, 130, -told)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
+
+
+def test_being_told_twice_to_stop_changes_nothing_and_nobody_new_is_taken(tiny_model: Path) -> None:
+    with command(tiny_model) as (url, process, _), httpx.Client(timeout=30) as idle:
+        assert idle.get(f"{url}/health").status_code == 200
+        body = {"prompt": "Hi", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 20}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
+            for _ in range(100):  # until it no longer listens
+                try:
+                    idle.get(f"{url}/health")
+                except httpx.TransportError:
+                    break
+            else:
+                pytest.fail("it still takes requests")
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert sum('"finish_reason":"length"' in line for line in rest) == 20
+        assert process.wait(20) in (0, -signal.SIGTERM)
+
+
+def test_a_line_for_each_request_is_written_if_asked(tiny_model: Path) -> None:
+    with command(tiny_model, "--log-requests") as (url, process, _):
+        headers = {"X-Request-Id": "mine-1"}
+        httpx.post(f"{url}/v1/completions", json={"prompt": "Hi", "max_tokens": 3}, headers=headers)
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert re.search(r"mine-1 POST /v1/completions 200, 2 \+ \d tokens, \d\.\d{3} s$", line)
 
 
 @pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGKILL])

@@ -111,7 +111,7 @@ def test_of_one_call_at_most_the_first_is_read() -> None:
 
 
 def test_templates_that_know_no_tools_are_told_in_messages() -> None:
-    tools = [Tool.model_validate(tool) for tool in TOOLS]
+    tools = [Tool.model_validate(tool).function for tool in TOOLS]
     call = {"id": "x", "type": "function", "function": {"name": "now", "arguments": '{"é": 1}'}}
     turns = [
         {"role": "user", "content": "Hi"},
@@ -128,7 +128,7 @@ def test_templates_that_know_no_tools_are_told_in_messages() -> None:
     assert native["tool_calls"][0]["function"]["arguments"] == {"é": 1}
     assert last == turns[2]
     wrong = {**call, "function": {"name": "now", "arguments": "["}}
-    with pytest.raises(ValueError, match=r"^messages.0.tool_calls"):
+    with pytest.raises(ValueError, match="arguments of an earlier call of 'now'"):
         told([{"role": "assistant", "content": "", "tool_calls": [wrong]}], [], native=True)
 
 

@@ -5,8 +5,8 @@ Names and fields follow vLLM's offline API, so that code moves over easily.
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from freewheel.engine.detokenize import Detokenizer, StopStrings
@@ -25,6 +25,40 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str
+
+
+class LogprobList(Sequence[Any]):
+    """For each token its log probabilities by id (None for a prompt's first), made when they are looked at.
+
+    There may be a thousand for each token, and whoever brings them must not wait for their texts.
+
+    Attributes:
+        tokenizer: knows their texts.
+    """
+
+    def __init__(self, entries: list[TokenLogprobs | None], tokenizer: "Tokenizer") -> None:
+        self._entries, self._length, self.tokenizer = entries, len(entries), tokenizer  # the list may grow
+
+    def entries(self, start: int = 0) -> list[TokenLogprobs | None]:
+        """As the engine brought them, from token ``start`` on."""
+        return self._entries[start : self._length]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self._by_id(entry) for entry in self._entries[: self._length][index]]
+        return self._by_id(self._entries[range(self._length)[index]])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def _by_id(self, entry: TokenLogprobs | None) -> dict[int, Logprob] | None:
+        return entry and {
+            token: Logprob(logprob, rank, self.tokenizer.token_bytes(token).decode("utf-8", "replace"))
+            for token, logprob, rank in zip(*entry)
+        }
 
 
 @dataclass(frozen=True)
@@ -48,7 +82,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: LogprobList | None
     from_draft: list[bool] = field(compare=False)
     finish_reason: str | None
     stop_reason: int | str | None
@@ -96,7 +130,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    prompt_logprobs: LogprobList | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
@@ -109,7 +143,7 @@ class RequestOutput:
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values that JSON can carry: minus infinity becomes None, and token ids of log
         probabilities become strings."""
-        return _plain(asdict(self))
+        return _plain(self)
 
 
 class Reply:
@@ -130,7 +164,8 @@ class Reply:
         self.metrics = RequestMetrics(time.monotonic(), len(request.prompt_ids))
         self._prompt = prompt
         self._prompt_ids = list(request.prompt_ids)
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._prompt_logprobs: LogprobList | None = None
+        self._tokenizer = tokenizer
         params = request.params
         assert not isinstance(params.stop, str)  # normalised
         # Long prompts and many stops cost something: once, not for every choice.
@@ -162,7 +197,7 @@ class Reply:
         if output.index == 0:
             self.metrics.cached_tokens = max(self.metrics.cached_tokens, output.cached_tokens)
         if output.prompt_logprobs is not None:
-            self._prompt_logprobs = [entry and choice.logprobs_by_id(entry) for entry in output.prompt_logprobs]
+            self._prompt_logprobs = LogprobList(output.prompt_logprobs, self._tokenizer)
         before = len(choice.token_ids)
         choice.add(output)
         new = len(choice.token_ids) - before
@@ -219,7 +254,7 @@ class _Choice:
         self._taken = 0
         self.token_ids: list[int] = []
         self._from_draft: list[bool] = []
-        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._logprobs: list[TokenLogprobs | None] | None = None if params.logprobs is None else []
         self._cumulative = None if params.logprobs is None else 0.0
         self.finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
@@ -233,7 +268,7 @@ class _Choice:
             self._from_draft.append(number <= output.accepted)
             if output.logprobs is not None and self._logprobs is not None and self._cumulative is not None:
                 entry = output.logprobs[number - 1]
-                self._logprobs.append(self.logprobs_by_id(entry))
+                self._logprobs.append(entry)
                 self._cumulative += entry.logprobs[0]
             ends = stopped and number == len(output.token_ids)
             if not (ends and not self._include_stop) and self._push(self._detokenizer.push(token), ignore_stops=ends):
@@ -260,7 +295,7 @@ class _Choice:
             self._text,
             self.token_ids.copy(),
             self._cumulative,
-            None if self._logprobs is None else self._logprobs.copy(),
+            None if self._logprobs is None else LogprobList(self._logprobs, self._tokenizer),
             self._from_draft.copy(),
             None if self.finish_reason is None else self.finish_reason.value,
             self._stop_reason,
@@ -268,17 +303,13 @@ class _Choice:
             delta,
         )
 
-    def logprobs_by_id(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        return {
-            token: Logprob(logprob, rank, self._tokenizer.token_bytes(token).decode("utf-8", "replace"))
-            for token, logprob, rank in zip(*entry)
-        }
-
 
 def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | LogprobList):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None

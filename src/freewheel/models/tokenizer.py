@@ -145,6 +145,11 @@ class Tokenizer:
         """Token ``id`` as the vocabulary spells it (``Ġthe``, ``▁the``), None for an id that it does not have."""
         return self._token_text(id) if 0 <= id < self.vocab_size else None
 
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token as the vocabulary spells it: no token stands for more of a text."""
+        return max((len(self.token_text(id) or "") for id in range(self.vocab_size)), default=0)
+
     @property
     def chat_template(self) -> str | None:
         return self._chat_templates.get("default")
@@ -322,6 +327,9 @@ def _byte_characters() -> dict[str, int]:
 _BYTE_OF = _byte_characters()
 
 
+LONG = 4096  # characters from which on other threads should not wait
+
+
 class LibraryEncoder:
     """An encoder of the ``tokenizers`` library."""
 
@@ -330,11 +338,13 @@ class LibraryEncoder:
         self._guarded: tokenizers.Tokenizer | None = None
 
     def encode(self, text: str, ignored: str = "") -> list[int]:
-        if not ignored:
-            return self._backend.encode(text, add_special_tokens=False).ids
-        if self._guarded is None:
-            self._guarded = self._ignoring(ignored)
-        return self._guarded.encode(text, add_special_tokens=False).ids
+        backend = self._backend
+        if ignored:
+            backend = self._guarded = self._guarded or self._ignoring(ignored)
+        if len(text) < LONG:
+            return backend.encode(text, add_special_tokens=False).ids
+        # As a batch, for which the library lets other threads run; and without offsets, which take most of its time.
+        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _ignoring(self, ignored: str) -> "tokenizers.Tokenizer":
         """A twin with the same model, whose normaliser, which runs once added tokens are found, drops ``ignored``."""

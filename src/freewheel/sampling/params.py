@@ -243,7 +243,7 @@ def _bias(values: Any) -> tuple[tuple[int, float], ...] | None:
         if _integer("logit_bias", token, 0, MAX_INT) in biases:
             raise ValueError(f"logit_bias has id {token} more than once")
         biases[int(token)] = _number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
-    return tuple(sorted(biases.items())) or None
+    return tuple((token, biases[token]) for token in sorted(biases)) or None
 
 
 def _strings(name: str, values: Any) -> tuple[str, ...]:

@@ -6,31 +6,37 @@ Tokenising and templating happen in threads, the model runs in a process of its 
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from freewheel import __version__
 from freewheel.engine.async_engine import AsyncEngine, EngineDeadError
 from freewheel.engine.engine import Engine
-from freewheel.engine.inputs import Prompt
-from freewheel.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from freewheel.engine.inputs import Prompt, TokensPrompt
+from freewheel.engine.outputs import CompletionOutput, RequestOutput
 from freewheel.engine.process import EngineProcess
 from freewheel.models.tokenizer import Tokenizer
 from freewheel.sampling import SamplingParams
 from freewheel.server.assets import page_routes
-from freewheel.server.errors import ApiError, answer_unfit
+from freewheel.server.bodies import Body, encoded, read
+from freewheel.server.description import openapi
+from freewheel.server.errors import ApiError
 from freewheel.server.metrics import Metrics
 from freewheel.server.protocol import (
-    Body,
     ChatCompletionRequest,
+    Completed,
     CompletionRequest,
     DetokenizeRequest,
     Sampled,
@@ -38,20 +44,28 @@ from freewheel.server.protocol import (
     field_of,
     renamed,
 )
+from freewheel.server.protocol import Message as ChatMessage
 from freewheel.server.replies import (
     Answer,
     Object,
     Progress,
-    chat_logprobs,
-    completion_logprobs,
-    errors_of,
+    Texts,
+    event,
+    framed,
     token_fields,
     usage,
 )
-from freewheel.server.tools import Tool, told
+from freewheel.server.responses import ResponsesRequest, respond
+from freewheel.server.streams import Outputs, Stream, before, begun, following, last, merged
+from freewheel.server.tools import Function, described, told
 
-MOST_PROMPTS = 256  # of a request
-T = TypeVar("T")
+LONG = 2**14  # characters that are tokenised whatever becomes of them
+MANY = 1000  # log probabilities, or tokens, that are written without a thread
+REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # what clients may call a request in headers and logs
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -78,7 +92,7 @@ class ServerConfig:
 class Limits:
     """Middleware that refuses what is too large, or comes without the key, before any of it is looked at.
 
-    It counts all answers that are errors, whoever gives them.
+    It names every request, and counts and logs all answers, whoever gives them.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
@@ -88,18 +102,20 @@ class Limits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        began = time.perf_counter()
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        name = given if REQUEST_ID.fullmatch(given) else uuid4().hex
+        status, size = 0, 0
 
         async def noted(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._metrics.refused(message["status"])
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
+                if status >= 400:
+                    self._metrics.refused(status)
             await send(message)
-
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        error = self._refused(scope["path"], headers)
-        if error is not None:
-            await error.response()(scope, receive, noted)
-            return
-        size = 0
 
         async def counted() -> Message:
             nonlocal size
@@ -109,13 +125,18 @@ class Limits:
                 raise self._too_large()
             return message
 
-        async def answered(message: Message) -> None:
-            if size <= self._config.max_body:
-                await noted(message)
-            elif message["type"] == "http.response.start":  # of FastAPI, which makes 400 of whatever reading raises
-                await self._too_large().response()(scope, receive, noted)
-
-        await self._app(scope, counted, answered)
+        try:
+            error = self._refused(scope["path"], headers)
+            await (self._app if error is None else error.response())(scope, counted, noted)
+        finally:
+            body = scope.get("state", {}).get("body")
+            counts = list(body.metrics.values()) if isinstance(body, Sampled) else []
+            logger.info(
+                "%s %s %s %s, %d + %d tokens, %.3f s", name, scope["method"],
+                scope["path"][:200].encode("unicode_escape").decode(), status or "left",
+                sum(count.prompt_tokens for count in counts), sum(count.output_tokens for count in counts),
+                time.perf_counter() - began,
+            )  # fmt: skip
 
     def _refused(self, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
         key = self._config.api_key
@@ -146,33 +167,66 @@ class Service:
         self.max_model_len = engine.limits.max_model_len
         self.active = 0
         self.metrics = Metrics(self.engine)
+        self.texts = Texts(tokenizer)
+        # One: more of them would only take the interpreter from the event loop more often.
+        self._thread = ThreadPoolExecutor(1, "freewheel-server")
+
+    async def __aenter__(self) -> None:
+        await self.engine.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self.engine.__aexit__(*error)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str | None) -> None:
         """ApiError where it is another one."""
         if name is not None and name != self.config.name:
             raise ApiError(404, f"model {name[:100]!r} does not exist: this server has {self.config.name!r}", "model")
 
-    def params(self, request: CompletionRequest | ChatCompletionRequest) -> SamplingParams:
-        """ApiError names the field that is wrong."""
-        with naming(request):
-            return request.sampling_params()
+    def check_room(self, prompts: int = 1) -> None:
+        """ApiError where that many more cannot be taken."""
+        if self.active + prompts > self.config.max_requests:
+            raise ApiError(429, "too many requests are waiting; try again later", headers={"Retry-After": "1"})
+        if self.engine.dead:
+            raise ApiError(503, "the engine takes no more requests")
 
-    async def run(
-        self, prompts: list[Prompt], params: SamplingParams, request: Sampled
-    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    def check_length(self, field: str, length: int, unit: str = "characters") -> None:
+        """ApiError where a prompt is too long, whatever tokens its text may have: that is known before these are."""
+        most = self.max_model_len
+        if unit == "characters":
+            most = max(most * self.tokenizer.longest, LONG) if length > LONG else LONG
+        if length > most:
+            limit = f"the longest sequence of {self.max_model_len} tokens can hold"
+            raise ApiError(400, f"{field} has {length} {unit}, more than {limit}", field)
+
+    async def params(self, request: Sampled) -> SamplingParams:
+        """ApiError names the field that is wrong."""
+        return await self.within(request, request.sampling_params)
+
+    async def within(self, request: Body, make: Callable[[], Value]) -> Value:
+        """What is made of a request, in a thread if that may take long. A ValueError becomes status 400."""
+        try:
+            return await self.in_thread(make) if request.large else make()
+        except ValueError as error:
+            message = renamed(str(error), request)
+            raise ApiError(400, message, field_of(message, request)) from None
+
+    async def in_thread(self, make: Callable[[], Value]) -> Value:
+        """The value of a long computation. The event loop goes on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+
+    async def run(self, prompts: Sequence[Prompt], params: SamplingParams, request: Sampled) -> Outputs:
         """The outputs of all prompts as they come, with the number of each. Left early, it aborts what is unfinished.
 
         Raises:
             ApiError: too many requests, a prompt that does not fit, time is up, or the engine is dead.
         """
-        if self.active + len(prompts) > self.config.max_requests:
-            raise ApiError(429, "too many requests are waiting; try again later", headers={"Retry-After": "1"})
+        self.check_room(len(prompts))
         self.active += len(prompts)
         timeout = self.config.timeout
         ends = None if timeout is None else asyncio.get_running_loop().time() + timeout
         try:
             streams = [self.engine.generate(prompt, params, priority=request.priority) for prompt in prompts]
-            counted: dict[int, RequestMetrics] = {}
             async with aclosing(merged(streams)) as outputs:
                 while True:
                     coming = anext(outputs, None)
@@ -180,8 +234,8 @@ class Service:
                     if item is None:
                         break
                     number, output = item
-                    self.metrics.observe(output, counted.get(number))
-                    counted[number] = output.metrics
+                    self.metrics.observe(output, request.metrics.get(number))
+                    request.metrics[number] = output.metrics
                     yield item
         except TimeoutError:
             raise ApiError(504, f"the request took longer than {timeout:g} seconds") from None
@@ -196,11 +250,11 @@ class Service:
     async def complete(self, request: CompletionRequest) -> Response:
         """``/v1/completions``."""
         self.check_model(request.model)
-        params = self.params(request)
-        with naming(request):
-            prompts = request.prompts()
-        if len(prompts) > MOST_PROMPTS:
-            raise ApiError(400, f"prompt has {len(prompts)} entries, more than the limit of {MOST_PROMPTS}", "prompt")
+        params = await self.params(request)
+        prompts = await self.within(request, request.prompts)
+        self.check_room(len(prompts))
+        for prompt in prompts:
+            self.check_length("prompt", len(prompt), "characters" if isinstance(prompt, str) else "tokens")
         answer = Answer("text_completion", "cmpl", self.config.name)
 
         def choice(number: int, output: RequestOutput, one: CompletionOutput, progress: Progress) -> Object:
@@ -208,29 +262,31 @@ class Service:
             first = not (progress.characters or progress.tokens)
             ids, entries = progress.news(one)
             text = one.delta if request.stream else one.text
-            listed: list[Any] = list(entries)
+            listed = entries
             shown = list(ids)
             start = progress.characters
             if request.echo and first:
                 text = (output.prompt or self.tokenizer.decode(output.prompt_token_ids)) + text
                 if output.prompt_logprobs is not None:
-                    listed = [*output.prompt_logprobs, *listed]
+                    listed = [*output.prompt_logprobs.entries(), *listed]
                     shown = [*output.prompt_token_ids, *shown]
             progress.characters += len(text)
             made: Object = {"index": number * params.n + one.index, "text": text, "finish_reason": one.finish_reason}
-            made["logprobs"] = None if request.logprobs is None else completion_logprobs(listed, shown, start)
+            made["logprobs"] = None if request.logprobs is None else self.texts.completion(listed, shown, start)
             made["stop_reason"] = one.stop_reason
             if request.return_token_ids:
                 made |= {**token_fields(one, ids), "prompt_token_ids": output.prompt_token_ids if first else None}
             return made
 
-        return await self._reply(request, list(prompts), params, answer, choice, None)
+        return await self._reply(request, prompts, params, answer, choice, None)
 
     async def chat(self, request: ChatCompletionRequest) -> Response:
         """``/v1/chat/completions``."""
         self.check_model(request.model)
-        params = self.params(request)
-        prompt = await self._templated(request.messages, request, request.offered, **request.chat_template_kwargs)
+        self.check_room()
+        params = await self.params(request)
+        variables = {"add_generation_prompt": request.add_generation_prompt, **request.chat_template_kwargs}
+        prompt = await self.templated("messages", lambda: templated(request.messages), request.offered, variables)
         answer = Answer("chat.completion", "chatcmpl", self.config.name)
 
         def choice(number: int, output: RequestOutput, one: CompletionOutput, progress: Progress) -> Object:
@@ -239,9 +295,7 @@ class Service:
             if not request.stream:
                 part = {"role": "assistant", **part, "refusal": None}
             made: Object = {"index": one.index, "delta" if request.stream else "message": part}
-            made["logprobs"] = None
-            if request.logprobs:
-                made["logprobs"] = chat_logprobs(entries, ids, params.logprobs or 0, self.tokenizer.token_bytes)
+            made["logprobs"] = self.texts.chat(entries, params.logprobs or 0) if request.logprobs else None
             made |= {"finish_reason": reason, "stop_reason": one.stop_reason}
             if request.return_token_ids:
                 made |= token_fields(one, ids)
@@ -252,30 +306,31 @@ class Service:
 
         return await self._reply(request, [prompt], params, answer, choice, begin)
 
-    async def _templated(self, messages: Any, request: Any, tools: Sequence[Tool] = (), **variables: Any) -> Prompt:
-        def render() -> Prompt:
+    async def templated(
+        self, field: str, turns: Callable[[], list[Object]], tools: Sequence[Function], variables: Mapping[str, Any]
+    ) -> TokensPrompt:
+        """A conversation as the model's template writes it; ``field`` is where the client gave it."""
+
+        def render() -> TokensPrompt:
             native = self.tokenizer.knows_tools
-            turns = told([message.templated() for message in messages], tools, native)
-            if clash := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
-                raise ValueError(f"chat_template_kwargs must not have {sorted(clash)[0]}")
-            options = {"add_generation_prompt": request.add_generation_prompt, **variables}
+            given, options = told(turns(), tools, native), dict(variables)
             if tools and native:
-                options["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-            ids, text = self.tokenizer.encode_chat(turns, **options)
+                options["tools"] = [described(tool) for tool in tools]
+            self.check_length(field, characters(given, options.get("tools", ())))
+            ids, text = self.tokenizer.encode_chat(given, **options)
             return {"prompt_token_ids": ids, "prompt": text}
 
+        if clash := variables.keys() & {"messages", "tools"}:
+            raise ApiError(400, f"chat_template_kwargs must not have {sorted(clash)[0]}", "chat_template_kwargs")
         try:
             return await asyncio.to_thread(render)
         except ValueError as error:
-            message = str(error)
-            raise ApiError(
-                400, message if message.startswith("messages") else f"messages: {message}", "messages"
-            ) from None
+            raise ApiError(400, f"{field}: {str(error)[:500]}", field) from None
 
     async def _reply(
         self,
-        request: CompletionRequest | ChatCompletionRequest,
-        prompts: list[Prompt],
+        request: Completed,
+        prompts: Sequence[Prompt],
         params: SamplingParams,
         answer: Answer,
         choice: Callable[[int, RequestOutput, CompletionOutput, Progress], Object],
@@ -283,30 +338,26 @@ class Service:
     ) -> Response:
         outputs = self.run(prompts, params, request)
         if not request.stream:
-            last: dict[int, RequestOutput] = {}
-            async with aclosing(outputs):
-                async for number, output in outputs:
-                    last[number] = output
-            done = [last[number] for number in range(len(prompts))]
-            for message in (error for output in done for error in errors_of(output)):
-                raise ApiError(500, message)
-            choices = [
-                choice(number, output, one, Progress()) for number, output in enumerate(done) for one in output.outputs
-            ]
-            return JSONResponse(answer.whole(choices, done))
-        # The first output is waited for here: what is wrong with the request has its own status then.
-        first = await anext(outputs)
-        for message in errors_of(first[1]):
-            raise ApiError(500, message)
-        return StreamingResponse(
-            self._events(request, outputs, first, answer, choice, begin), media_type="text/event-stream"
-        )
+            done = await last(outputs)
+
+            def whole() -> Object:
+                choices = [
+                    choice(n, output, one, Progress()) for n, output in enumerate(done) for one in output.outputs
+                ]
+                return answer.whole(choices, done)
+
+            entries = sum(
+                listed(params, output.metrics.output_tokens, len(output.prompt_logprobs or ())) for output in done
+            )
+            return Response(await self.made(entries, whole), media_type="application/json")
+        first = await begun(outputs)
+        return Stream(self._events(request, following(first, outputs), params, answer, choice, begin), outputs)
 
     async def _events(
         self,
-        request: CompletionRequest | ChatCompletionRequest,
-        outputs: AsyncGenerator[tuple[int, RequestOutput], None],
-        first: tuple[int, RequestOutput],
+        request: Completed,
+        outputs: AsyncIterator[tuple[int, RequestOutput]],
+        params: SamplingParams,
         answer: Answer,
         choice: Callable[[int, RequestOutput, CompletionOutput, Progress], Object],
         begin: Callable[[int], Object] | None,
@@ -318,62 +369,83 @@ class Service:
         ended: set[tuple[int, int]] = set()
         latest: dict[int, RequestOutput] = {}
 
-        async with aclosing(outputs):
-            try:
-                item: tuple[int, RequestOutput] | None = first
-                while item is not None:
-                    number, output = item
-                    latest[number] = output
-                    for message in errors_of(output):
-                        raise ApiError(500, message)
+        try:
+            async for number, output in outputs:
+                latest[number] = output
+                events: list[bytes] = []
+                for one in output.outputs:
+                    key = number, one.index
+                    if key not in progress:
+                        progress[key] = Progress()
+                        if begin is not None:
+                            events.append(event(answer.chunk([begin(one.index)])))
+                    silent = not (one.delta or params.logprobs is not None or request.return_token_ids)
+                    nothing = silent or len(one.token_ids) == progress[key].tokens
+                    if key in ended or (nothing and not one.finish_reason):
+                        continue
+                    if one.finish_reason:
+                        ended.add(key)
                     more = {}
                     if options is not None and options.continuous_usage_stats:
                         more = {"usage": usage([output])}
-                    events: list[bytes] = []
-                    for one in output.outputs:
-                        key = number, one.index
-                        if key not in progress:
-                            progress[key] = Progress()
-                            if begin is not None:
-                                events.append(event(answer.chunk([begin(one.index)])))
-                        silent = not (one.delta or request.logprobs is not None or request.return_token_ids)
-                        nothing = silent or len(one.token_ids) == progress[key].tokens
-                        if key in ended or (nothing and not one.finish_reason):
-                            continue
-                        if one.finish_reason:
-                            ended.add(key)
-                        events.append(event(answer.chunk([choice(number, output, one, progress[key])], **more)))
-                    if events:
-                        yield b"".join(events)
-                    item = await anext(outputs, None)
-                if counts:
-                    yield event(answer.chunk([], usage=usage([latest[number] for number in sorted(latest)])))
-            except ApiError as error:
-                yield event(error.body())
-            yield b"data: [DONE]\n\n"
 
-    async def tokenize(self, request: TokenizeRequest) -> Object:
+                    def chunk(
+                        output: RequestOutput = output, one: CompletionOutput = one, more: Object = more, key: Any = key
+                    ) -> Object:
+                        return answer.chunk([choice(key[0], output, one, progress[key])], **more)
+
+                    new = len(one.token_ids) - progress[key].tokens
+                    prompt = 0 if progress[key].tokens else len(output.prompt_logprobs or ())
+                    events.append(framed(await self.made(listed(params, new, prompt), chunk)))
+                if events:
+                    yield b"".join(events)
+            if counts:
+                yield event(answer.chunk([], usage=usage([latest[number] for number in sorted(latest)])))
+        except ApiError as error:
+            yield event(error.body())
+        yield b"data: [DONE]\n\n"
+
+    async def made(self, entries: int, make: Callable[[], Any]) -> bytes:
+        """JSON of what is made, with so many log probabilities or tokens: in a thread if they are many."""
+        if entries <= MANY:
+            return encoded(make())
+        return await self.in_thread(lambda: encoded(make(), in_pieces=True))
+
+    async def tokenize(self, request: TokenizeRequest) -> Response:
         """``/tokenize``."""
         self.check_model(request.model)
-        if (request.prompt is None) == (request.messages is None):
+        messages, text = request.messages, request.prompt
+        if (text is None) == (messages is None):
             raise ApiError(400, "prompt or messages must be given, and not both", "prompt")
-        if request.messages is not None:
-            prompt: Any = await self._templated(request.messages, request)
-            ids = prompt["prompt_token_ids"]
+        if messages is not None:
+            variables = {"add_generation_prompt": request.add_generation_prompt}
+            ids = (await self.templated("messages", lambda: templated(messages), (), variables))["prompt_token_ids"]
         else:
+            self.check_length("prompt", len(text or ""))
             try:
-                ids = await asyncio.to_thread(self.tokenizer.encode, request.prompt or "", request.add_special_tokens)
+                ids = await asyncio.to_thread(self.tokenizer.encode, text or "", request.add_special_tokens)
             except ValueError as error:
                 raise ApiError(400, f"prompt: {error}", "prompt") from None
-        return {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
+        about = {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
+        return Response(await self.made(len(ids), lambda: about), media_type="application/json")
 
-    async def detokenize(self, request: DetokenizeRequest) -> Object:
+    async def detokenize(self, request: DetokenizeRequest) -> Response:
         """``/detokenize``."""
         self.check_model(request.model)
-        unknown = [id for id in request.tokens if not 0 <= id < self.tokenizer.vocab_size]
-        if unknown:
-            raise ApiError(400, f"tokens has an id outside the vocabulary of {self.tokenizer.vocab_size}", "tokens")
-        return {"prompt": await asyncio.to_thread(self.tokenizer.decode, request.tokens, False)}
+
+        def decode() -> str:
+            size = self.tokenizer.vocab_size
+            if not all(type(id) is int and 0 <= id < size for id in request.tokens):
+                raise ValueError(f"tokens must hold token ids below {size}, the vocabulary's size")
+            return self.tokenizer.decode(request.tokens, False)
+
+        return JSONResponse({"prompt": await self.within(request, decode)})
+
+
+def listed(params: SamplingParams, tokens: int, prompt_tokens: int = 0) -> int:
+    """How many log probabilities these have."""
+    entries = 0 if params.logprobs is None else tokens * (1 + params.logprobs)
+    return entries + prompt_tokens * (1 + (params.prompt_logprobs or 0))
 
 
 def answered(request: ChatCompletionRequest, one: CompletionOutput, progress: Progress) -> tuple[Object, str | None]:
@@ -393,19 +465,16 @@ def answered(request: ChatCompletionRequest, one: CompletionOutput, progress: Pr
     return {"content": content or None} | ({"tool_calls": calls} if calls else {}), reader.finish_reason(reason)
 
 
-class naming:  # noqa: N801
-    """A context in which a ValueError becomes the answer 400 that names the client's field."""
+def templated(messages: Sequence[ChatMessage]) -> list[Object]:
+    """A conversation as templates take it."""
+    return [message.templated() for message in messages]
 
-    def __init__(self, request: Body) -> None:
-        self._request = request
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, ValueError):
-            message = renamed(str(error), self._request)
-            raise ApiError(400, message, field_of(message, self._request)) from None
+def characters(turns: Sequence[Object], tools: Sequence[Object]) -> int:
+    """How many a template will write of these, at least."""
+    calls = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
+    given = [json.dumps(one, ensure_ascii=False) for one in (*calls, *tools)]
+    return sum(map(len, given)) + sum(len(turn["content"]) for turn in turns)
 
 
 async def while_there(request: Request, reply: Awaitable[Response]) -> Response:
@@ -425,65 +494,17 @@ async def while_there(request: Request, reply: Awaitable[Response]) -> Response:
         await asyncio.gather(making, leaving, return_exceptions=True)
 
 
-async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """What all of them yield as it comes, with the number of each. Left early, it closes them."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    news: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
-
-    async def follow(number: int, stream: AsyncGenerator[T, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for item in stream:
-                    news.put_nowait((number, item))
-            news.put_nowait(None)
-        except Exception as error:
-            news.put_nowait(error)
-
-    readers = [asyncio.create_task(follow(number, stream)) for number, stream in enumerate(streams)]
-    try:
-        left = len(readers)
-        while left:
-            item = await news.get()
-            if isinstance(item, tuple):
-                yield item
-            elif item is not None:
-                raise item
-            else:
-                left -= 1
-    finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
-
-
-async def before(ends: float, result: Awaitable[T]) -> T:
-    """Wait for it, until a time of the loop's clock at most: then TimeoutError is raised."""
-    async with asyncio.timeout_at(ends):
-        return await result
-
-
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-
-
-def event(value: Object) -> bytes:
-    """A server-sent event."""
-    return b"data: " + _encode(value).encode() + b"\n\n"
-
-
 def make_app(engine: Engine | EngineProcess, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
     """The application. The engine is its own from here on, prepared or loaded, and runs while the application does."""
     service = Service(engine, tokenizer, config)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with service.engine:
+        async with service:
             yield
 
-    app = FastAPI(title="Freewheel", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    description = openapi(__version__)
     app.state.service = service
     app.routes.extend(page_routes())
 
@@ -500,6 +521,10 @@ def make_app(engine: Engine | EngineProcess, tokenizer: Tokenizer, config: Serve
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
+    @app.get("/openapi.json")
+    async def described() -> JSONResponse:
+        return JSONResponse(description)
+
     @app.get("/v1/models")
     async def models() -> Object:
         return {"object": "list", "data": [card()]}
@@ -514,20 +539,29 @@ def make_app(engine: Engine | EngineProcess, tokenizer: Tokenizer, config: Serve
         return {"id": config.name, "object": "model", **about}
 
     @app.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(request: Request) -> Response:
+        body = await read(request, CompletionRequest, service.in_thread)
         return await while_there(request, service.complete(body))
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+    async def chat_completions(request: Request) -> Response:
+        body = await read(request, ChatCompletionRequest, service.in_thread)
         return await while_there(request, service.chat(body))
 
+    @app.post("/v1/responses", response_model=None)
+    async def responses(request: Request) -> Response:
+        body = await read(request, ResponsesRequest, service.in_thread)
+        return await while_there(request, respond(service, body))
+
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Object:
-        return await service.tokenize(body)
+    async def tokenize(request: Request) -> Response:
+        body = await read(request, TokenizeRequest, service.in_thread)
+        return await while_there(request, service.tokenize(body))
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Object:
-        return await service.detokenize(body)
+    async def detokenize(request: Request) -> Response:
+        body = await read(request, DetokenizeRequest, service.in_thread)
+        return await while_there(request, service.detokenize(body))
 
     async def answer_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -541,7 +575,6 @@ def make_app(engine: Engine | EngineProcess, tokenizer: Tokenizer, config: Serve
 
     handlers: list[tuple[type[Exception], Callable[[Request, Exception], Awaitable[Response]]]] = [
         (ApiError, answer_api),
-        (RequestValidationError, answer_unfit),
         (HTTPException, answer_http),
     ]
     for kind, handler in handlers:

@@ -2,10 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag, WithJsonSchema
 
 from freewheel.sampling import Grammar
-from freewheel.server.body import Body
+from freewheel.server.bodies import Body
+
+# Its values are looked at where they are checked: see protocol.
+Strings = Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"type": "string"}})]
 
 
 class TextFormat(Body):
@@ -13,11 +16,18 @@ class TextFormat(Body):
 
     type: Literal["text"]
 
+    def grammar(self) -> None:
+        """There is none."""
+
 
 class JsonObjectFormat(Body):
     """Any JSON object."""
 
     type: Literal["json_object"]
+
+    def grammar(self) -> Grammar:
+        """Of the answer."""
+        return Grammar.json_object()
 
 
 class JsonSchema(Body):
@@ -28,6 +38,10 @@ class JsonSchema(Body):
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None
 
+    def grammar(self) -> Grammar:
+        """Of the answer."""
+        return Grammar.json_schema(self.schema_)
+
 
 class JsonSchemaFormat(Body):
     """JSON by a schema."""
@@ -35,17 +49,44 @@ class JsonSchemaFormat(Body):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
+    def grammar(self) -> Grammar:
+        """Of the answer."""
+        return self.json_schema.grammar()
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+class FlatJsonSchemaFormat(JsonSchema):
+    """JSON by a schema, as responses have it: in one object."""
+
+    type: Literal["json_schema"]
+
+
+def _type(value: Any) -> str:
+    """Which of the formats below is meant. The brackets tell these tags from fields, where errors say what is wrong."""
+    return f"[{value.get('type') if isinstance(value, dict) else getattr(value, 'type', None)}]"
+
+
+_ONE_OF_THEM = Discriminator(
+    _type,
+    custom_error_type="type",
+    custom_error_message="type must be 'text', 'json_object' or 'json_schema'",
+)
+_Text = Annotated[TextFormat, Tag("[text]")]
+_JsonObject = Annotated[JsonObjectFormat, Tag("[json_object]")]
+ResponseFormat = Annotated[_Text | _JsonObject | Annotated[JsonSchemaFormat, Tag("[json_schema]")], _ONE_OF_THEM]
+FlatFormat = Annotated[_Text | _JsonObject | Annotated[FlatJsonSchemaFormat, Tag("[json_schema]")], _ONE_OF_THEM]
+Format = TextFormat | JsonObjectFormat | JsonSchemaFormat | FlatJsonSchemaFormat
 
 
 class Constrained(Body):
     """Fields of which one at most may constrain the answer."""
 
-    response_format: ResponseFormat | None = None
     regex: str | None = None
     grammar: str | None = None
-    choice: list[str] | None = None
+    choice: Strings | None = None
+
+    def format(self) -> tuple[str, Format | None]:
+        """The format that is asked for, and the name of its field."""
+        raise NotImplementedError
 
     def constraint(self) -> str | None:
         """The field that constrains the answer.
@@ -54,8 +95,9 @@ class Constrained(Body):
             ValueError: there are several.
         """
         given = [name for name in ("regex", "grammar", "choice") if getattr(self, name) is not None]
-        if not isinstance(self.response_format, TextFormat | None):
-            given.append("response_format")
+        name, form = self.format()
+        if not isinstance(form, TextFormat | None):
+            given.append(name)
         if len(given) > 1:
             raise ValueError(f"{given[0]} cannot be combined with {given[1]}")
         return given[0] if given else None
@@ -73,8 +115,5 @@ class Constrained(Body):
                 return Grammar.cfg(self.grammar or "")
             case "choice":
                 return Grammar.choice(self.choice or [])
-            case "response_format":
-                if isinstance(self.response_format, JsonSchemaFormat):
-                    return Grammar.json_schema(self.response_format.json_schema.schema_)
-                return Grammar.json_object()
-        return None
+        _, form = self.format()
+        return form and form.grammar()

@@ -7,12 +7,24 @@ The models here know names and types. What values are right is checked once, whe
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, WithJsonSchema
 
-from freewheel.sampling import Grammar, SamplingParams
-from freewheel.server.body import Body
-from freewheel.server.formats import Constrained
-from freewheel.server.tools import Tooled
+from freewheel.engine.outputs import RequestMetrics
+from freewheel.sampling import SamplingParams
+from freewheel.server.bodies import Body
+from freewheel.server.formats import Constrained, Format, ResponseFormat, Strings
+from freewheel.server.tools import NamedChoice, Tool, Tooled
+
+# What may be long is looked at where its values are checked: pydantic would go through it at once, holding everyone up.
+_IDS = {"type": "array", "items": {"type": "integer"}}
+Ids = Annotated[list[Any], WithJsonSchema(_IDS)]
+Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
+
+
+PROMPT: Any = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+PROMPT["anyOf"] += [_IDS, {"type": "array", "items": _IDS}]
+MOST_PROMPTS = 256  # of a request
+MOST_MESSAGES = 2048
 
 
 class StreamOptions(Body):
@@ -23,40 +35,47 @@ class StreamOptions(Body):
 
 
 class Sampled(Constrained):
-    """What both kinds of completions may ask.
+    """What everyone who wants text may ask.
 
-    A field that is null counts as one that is not given. ``user`` and ``metadata`` are accepted and ignored.
+    A field that is null counts as one that is not given. ``user``, ``metadata`` and the like are accepted and ignored.
     """
 
     renames: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Strings | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
+    logit_bias: Biases | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    stop_token_ids: Ids | None = None
+    bad_words: Strings | None = None
+    allowed_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
     priority: int = 0
-    return_token_ids: bool = False
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    _metrics: dict[int, RequestMetrics] = PrivateAttr(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[int, RequestMetrics]:
+        """How far each of its prompts is, by number."""
+        return self._metrics
+
+    def sampling_params(self) -> SamplingParams:
+        """ValueError names the field that is wrong."""
+        return SamplingParams(**self._asked())
 
     def _asked(self) -> dict[str, Any]:
         """Fields of ``SamplingParams`` that were given."""
@@ -69,10 +88,26 @@ class Sampled(Constrained):
         return asked
 
 
-class CompletionRequest(Sampled):
+class Completed(Sampled):
+    """What both kinds of completions may ask besides."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool = False
+
+    def format(self) -> tuple[str, Format | None]:
+        return "response_format", self.response_format
+
+
+class CompletionRequest(Completed):
     """``POST /v1/completions``: a prompt, or several, as text or token ids."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    renames: ClassVar[Mapping[str, str]] = {"prompt_token_ids": "prompt"}
+
+    prompt: Annotated[str | list[Any], WithJsonSchema(PROMPT)]
     echo: bool = False
     logprobs: int | None = None
     suffix: None = None
@@ -88,11 +123,15 @@ class CompletionRequest(Sampled):
             return [self.prompt]
         if not self.prompt:
             raise ValueError("prompt is empty: at least one token is needed")
-        several = [one for one in self.prompt if not isinstance(one, int)]
-        return list(several) if several else [[one for one in self.prompt if isinstance(one, int)]]
+        if not any(isinstance(one, str | list) for one in self.prompt):
+            return [self.prompt]
+        if not all(isinstance(one, str | list) for one in self.prompt):
+            raise ValueError("prompt must be text, a list of token ids, or a list of either")
+        if len(self.prompt) > MOST_PROMPTS:
+            raise ValueError(f"prompt has {len(self.prompt)} entries, more than the limit of {MOST_PROMPTS}")
+        return self.prompt
 
     def sampling_params(self) -> SamplingParams:
-        """ValueError names the field that is wrong."""
         asked = self._asked()
         if self.logprobs is not None:
             asked["logprobs"] = self.logprobs
@@ -141,32 +180,24 @@ class Message(Body):
         return given
 
 
-class ChatCompletionRequest(Tooled, Sampled):
+class ChatCompletionRequest(Tooled[Tool, NamedChoice], Completed):
     """``POST /v1/chat/completions``."""
 
-    renames: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
+    renames: ClassVar[Mapping[str, str]] = {
+        "logprobs": "top_logprobs",
+        "max_tokens": "max_completion_tokens",
+        "prompt": "messages",
+    }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+    store: Literal[False] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
-    def constraint(self) -> str | None:
-        """See :meth:`Constrained.constraint`; tools may constrain the answer as well."""
-        given = super().constraint()
-        if given and self.offered:
-            raise ValueError(f"{given} cannot be combined with tools, unless tool_choice is none")
-        return "tools" if self.tools_constrain else given
-
-    def output_grammar(self) -> Grammar | None:
-        """See :meth:`Constrained.output_grammar`."""
-        self.check_tools()
-        return self.calls_grammar() if self.constraint() == "tools" else super().output_grammar()
-
     def sampling_params(self) -> SamplingParams:
-        """ValueError names the field that is wrong."""
         asked = self._asked()
         if self.max_completion_tokens is not None:
             asked["max_tokens"] = self.max_completion_tokens
@@ -183,7 +214,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(max_length=MOST_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -192,12 +223,12 @@ class DetokenizeRequest(Body):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
 
 
 def _id(token: str) -> int:
     """JSON's keys are texts."""
-    if not token.isascii() or not token.isdigit() or len(token) > 10:
+    if not token.isascii() or not token.isdigit() or len(token) > 10 or str(int(token)) != token:
         raise ValueError(f"logit_bias must map token ids to numbers, and {token[:20]!r} is no token id")
     return int(token)
 
@@ -214,4 +245,4 @@ def renamed(message: str, request: Body) -> str:
 def field_of(message: str, request: Body) -> str | None:
     """The field that an error begins with."""
     field = message.partition(" ")[0].rstrip(":")
-    return field if field in type(request).model_fields else None
+    return field if field.partition(".")[0] in type(request).model_fields else None

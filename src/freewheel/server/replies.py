@@ -2,14 +2,19 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
-from freewheel.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from freewheel.engine.outputs import CompletionOutput, RequestOutput
+from freewheel.models.tokenizer import Tokenizer
+from freewheel.request import TokenLogprobs
+from freewheel.server.bodies import encoded
 from freewheel.server.tools import CallReader
 
 Object = dict[str, Any]
+Entry = TokenLogprobs | None  # None for a prompt's first token
 
 
 def finite(value: float) -> float | None:
@@ -66,40 +71,47 @@ class Progress:
         self.characters = 0
         self.reader: CallReader | None = None
 
-    def news(self, choice: CompletionOutput) -> tuple[list[int], list[dict[int, Logprob]]]:
+    def news(self, choice: CompletionOutput) -> tuple[list[int], list[Entry]]:
         """Tokens and their log probabilities since the last call."""
         start, self.tokens = self.tokens, len(choice.token_ids)
-        return choice.token_ids[start:], (choice.logprobs or [])[start:]
+        return choice.token_ids[start:], [] if choice.logprobs is None else choice.logprobs.entries(start)
 
 
-def completion_logprobs(entries: Sequence[Mapping[int, Logprob] | None], ids: Sequence[int], offset: int) -> Object:
-    """As ``/v1/completions`` lists them. ``offset`` is where in the text the first token begins."""
-    tokens, logprobs, tops, offsets = [], [], [], []
-    for id, entry in zip(ids, entries):
-        own = None if entry is None else entry.get(id)
-        text = own.decoded_token if own else ""
-        tokens.append(text)
-        logprobs.append(own and finite(own.logprob))
-        tops.append(entry and {one.decoded_token: finite(one.logprob) for one in entry.values()})
-        offsets.append(offset)
-        offset += len(text)
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+class Texts:
+    """What tokens stand for, where log probabilities name them."""
 
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes = tokenizer.token_bytes
 
-def chat_logprobs(
-    entries: Sequence[Mapping[int, Logprob]], ids: Sequence[int], top: int, token_bytes: Callable[[int], bytes]
-) -> Object:
-    """As ``/v1/chat/completions`` lists them, with the ``top`` most likely of each place. A token may be part of a
-    character: then its bytes tell more than its text."""
+    def __call__(self, token: int) -> str:
+        return self._bytes(token).decode("utf-8", "replace")
 
-    def described(id: int, one: Logprob) -> Object:
-        return {"token": one.decoded_token, "logprob": finite(one.logprob), "bytes": list(token_bytes(id))}
+    def completion(self, entries: Sequence[Entry], ids: Sequence[int], offset: int) -> Object:
+        """As ``/v1/completions`` lists them. ``offset`` is where in the text the first token begins."""
+        texts = [self(id) for id in ids]
+        return {
+            "tokens": texts,
+            "token_logprobs": [entry and finite(entry.logprobs[0]) for entry in entries],
+            "top_logprobs": (
+                entry and {self(id): finite(value) for id, value in zip(entry.token_ids, entry.logprobs)}
+                for entry in entries
+            ),
+            "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
+        }
 
-    content = []
-    for id, entry in zip(ids, entries):
-        likely = sorted(entry.items(), key=lambda item: item[1].rank)[:top]
-        content.append({**described(id, entry[id]), "top_logprobs": [described(*item) for item in likely]})
-    return {"content": content}
+    def chat(self, entries: Sequence[Entry], top: int) -> Object:
+        """As ``/v1/chat/completions`` lists them, with the ``top`` most likely of each place."""
+        return {"content": (self._token(entry, top) for entry in entries if entry is not None)}
+
+    def _token(self, entry: TokenLogprobs, top: int) -> Object:
+        ids, values = entry.token_ids, entry.logprobs
+        likely = sorted(range(len(ids)), key=entry.ranks.__getitem__)[:top]
+        described = [self._described(ids[place], values[place]) for place in likely]
+        return {**self._described(ids[0], values[0]), "top_logprobs": described}
+
+    def _described(self, id: int, value: float) -> Object:
+        raw = self._bytes(id)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": finite(value), "bytes": list(raw)}
 
 
 def token_fields(choice: CompletionOutput, ids: list[int]) -> Object:
@@ -107,6 +119,12 @@ def token_fields(choice: CompletionOutput, ids: list[int]) -> Object:
     return {"token_ids": ids, "from_draft": choice.from_draft[len(choice.from_draft) - len(ids) :]}
 
 
-def errors_of(output: RequestOutput) -> Iterator[str]:
-    """Of choices that failed."""
-    return (choice.error or "the request failed" for choice in output.outputs if choice.finish_reason == "error")
+def event(value: Object) -> bytes:
+    """A server-sent event."""
+    return framed(encoded(value))
+
+
+def framed(data: bytes, kind: str | None = None) -> bytes:
+    """JSON as a server-sent event."""
+    name = b"" if kind is None else b"event: " + kind.encode() + b"\n"
+    return name + b"data: " + data + b"\n\n"

@@ -1,6 +1,8 @@
 """``freewheel serve``: load a model, and answer over HTTP until told to stop."""
 
 import argparse
+import gc
+import logging
 import os
 import socket
 import sys
@@ -36,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grace", type=float, default=30.0, metavar="S",
         help="seconds that requests have to finish when the server is told to stop (default: %(default)s)",
     )  # fmt: skip
+    group.add_argument("--log-requests", action="store_true", help="a line on standard error for each request")
     group.add_argument(
         "--cors-origin", action="append", metavar="URL", help="let pages from there ask (may be given again)"
     )
@@ -105,7 +108,12 @@ def run(
         host = f"[{args.host}]" if ":" in args.host else args.host
         url = f"http://{host}:{listening.getsockname()[1]}"
         _say(f"model {server.name!r} at {url}/v1, a page to try it at {url}/ (Ctrl-C stops)")
+        if args.log_requests:
+            logging.basicConfig(format="%(asctime)s %(message)s")
+            logging.getLogger("freewheel.server").setLevel(logging.INFO)
         app = make_app(engine, tokenizer, server)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: looking through it again and again would hold up everyone
         options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(args.grace))
         uvicorn.Server(options).run(sockets=[listening])
 

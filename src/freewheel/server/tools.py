@@ -8,13 +8,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 from uuid import uuid4
 
 from pydantic import Field
 
 from freewheel.sampling import Grammar
-from freewheel.server.body import Body
+from freewheel.server.bodies import Body
+from freewheel.server.formats import Constrained
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -35,6 +36,17 @@ class Tool(Body):
     function: Function
 
 
+class FlatTool(Function):
+    """A tool, as responses have it: in one object."""
+
+    type: Literal["function"]
+
+    @property
+    def function(self) -> Function:
+        """What chats have in an object of its own."""
+        return Function.model_construct(**{name: getattr(self, name) for name in Function.model_fields})
+
+
 class Named(Body):
     """The name of a function."""
 
@@ -48,23 +60,58 @@ class NamedChoice(Body):
     function: Named
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+class FlatChoice(Named):
+    """The one function that is to be called, as responses have it."""
+
+    type: Literal["function"]
+
+    @property
+    def function(self) -> Named:
+        """What chats have in an object of its own."""
+        return self
 
 
-class Tooled(Body):
+AnyTool = TypeVar("AnyTool", Tool, FlatTool)
+AnyChoice = TypeVar("AnyChoice", NamedChoice, FlatChoice)
+
+
+class Tooled(Constrained, Generic[AnyTool, AnyChoice]):
     """Fields of requests that may have tools."""
 
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: list[AnyTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | AnyChoice | None = None
     parallel_tool_calls: bool | None = None
 
-    def check_tools(self) -> None:
-        """Check what the fields mean together.
+    @property
+    def offered(self) -> list[Function]:
+        """The tools that the model hears of."""
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
 
-        Raises:
-            ValueError: naming the field.
-        """
-        choice, names = self.tool_choice, [tool.function.name for tool in self.tools or ()]
+    @property
+    def named(self) -> str | None:
+        """The one that is to be called, if the choice names it."""
+        return None if isinstance(self.tool_choice, str | None) else self.tool_choice.function.name
+
+    @property
+    def tools_constrain(self) -> bool:
+        """Whether tools say what the answer has to look like."""
+        return self.tool_choice not in (None, "auto", "none") or any(tool.strict for tool in self.offered)
+
+    def constraint(self) -> str | None:
+        """See :meth:`Constrained.constraint`; tools may constrain the answer as well."""
+        given = super().constraint()
+        if given and self.offered:
+            raise ValueError(f"{given} cannot be combined with tools, unless tool_choice is none")
+        return "tools" if self.tools_constrain else given
+
+    def output_grammar(self) -> Grammar | None:
+        """See :meth:`Constrained.output_grammar`."""
+        self._check()
+        return self._calls() if self.constraint() == "tools" else super().output_grammar()
+
+    def _check(self) -> None:
+        """Check what the fields mean together."""
+        names = [tool.function.name for tool in self.tools or ()]
         if self.tools is not None and not self.tools:
             raise ValueError("tools must not be empty")
         if len(set(names)) < len(names):
@@ -72,36 +119,22 @@ class Tooled(Body):
         for tool in self.tools or ():
             if (tool.function.parameters or {}).get("type", "object") != "object":
                 raise ValueError(f"tools must take an object, and the parameters of {tool.function.name} are none")
-        if choice == "required" and not names:
+        if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice needs tools")
-        if isinstance(choice, NamedChoice) and choice.function.name not in names:
-            raise ValueError(f"tool_choice names {choice.function.name[:64]!r}, which is not among the tools")
+        if self.named is not None and self.named not in names:
+            raise ValueError(f"tool_choice names {self.named[:64]!r}, which is not among the tools")
 
-    @property
-    def offered(self) -> list[Tool]:
-        """The tools that the model hears of."""
-        return [] if self.tool_choice == "none" else self.tools or []
-
-    @property
-    def tools_constrain(self) -> bool:
-        """Whether tools say what the answer has to look like."""
-        return self.tool_choice not in (None, "auto", "none") or any(tool.function.strict for tool in self.offered)
-
-    def calls_grammar(self) -> Grammar:
+    def _calls(self) -> Grammar:
         """Of an answer that calls tools as ``tool_choice`` asks, where it constrains the answer."""
-        choice = self.tool_choice
-        tools, text = self.offered, choice in (None, "auto")
-        if isinstance(choice, NamedChoice):
-            tools = [tool for tool in tools if tool.function.name == choice.function.name]
-        several = self.parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
-        schemas = {tool.function.name: _parameters(tool.function) for tool in tools}
-        return Grammar.tool_calls(schemas, several=several, text=text)
+        several = self.parallel_tool_calls is not False and self.named is None
+        schemas = {tool.name: _parameters(tool) for tool in self.offered if self.named in (None, tool.name)}
+        return Grammar.tool_calls(schemas, several=several, text=self.tool_choice in (None, "auto"))
 
     def reader(self) -> "CallReader | None":
         """Reads the calls out of an answer; None where there are none to read."""
-        if not self.offered:
+        names = {tool.name for tool in self.offered}
+        if not names:
             return None
-        names = {tool.function.name for tool in self.offered}
         most = None if self.parallel_tool_calls is not False else 1
         return CallReader(names, most, bare=not self.tools_constrain)
 
@@ -112,7 +145,12 @@ def _parameters(function: Function) -> dict[str, Any]:
     return {"type": "object", **function.parameters}
 
 
-def told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], native: bool) -> list[dict[str, Any]]:
+def described(tool: Function) -> dict[str, Any]:
+    """A tool as models are told of it."""
+    return {"type": "function", "function": tool.model_dump(exclude_none=True)}
+
+
+def told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Function], native: bool) -> list[dict[str, Any]]:
     """A conversation as the chat template takes it.
 
     Args:
@@ -125,7 +163,7 @@ def told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], native: b
     """
     turns = [dict(message) for message in messages]
     for number, turn in enumerate(turns):
-        calls = [_earlier(call, number) for call in turn.get("tool_calls") or ()]
+        calls = [_earlier(call) for call in turn.get("tool_calls") or ()]
         if native and calls:
             turn["tool_calls"] = calls
         elif calls:
@@ -142,7 +180,7 @@ def told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], native: b
     return turns
 
 
-def _earlier(call: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _earlier(call: Mapping[str, Any]) -> dict[str, Any]:
     """A call in a message, with its arguments as templates take them: as an object."""
     function = call["function"]
     try:
@@ -150,12 +188,12 @@ def _earlier(call: Mapping[str, Any], number: int) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise ValueError(f"messages.{number}.tool_calls has arguments that are no JSON object")
+        raise ValueError(f"the arguments of an earlier call of {function['name'][:64]!r} are no JSON object")
     return {**call, "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _introduction(tools: Sequence[Tool]) -> str:
-    lines = "\n".join(json.dumps(tool.model_dump(exclude_none=True), ensure_ascii=False) for tool in tools)
+def _introduction(tools: Sequence[Function]) -> str:
+    lines = "\n".join(json.dumps(described(tool), ensure_ascii=False) for tool in tools)
     return (
         f"You may call functions. These there are, each described by JSON:\n<tools>\n{lines}\n</tools>\n"
         f"To call one, answer with its name and arguments as JSON, for each call:\n{OPEN}\n"
