@@ -8,7 +8,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are the parallelism: more
 import random
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,28 @@ from tiny import make_tiny_llama
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
+
+
+def patch_language_once() -> None:
+    """Let the interpreter's changes to Triton's language stay: nothing is compiled in the process of the tests.
+
+    It makes them for each launch, and again for each call of a device function, which takes it nearly half of its time.
+    """
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_lang(fn: Callable[..., Any]) -> SimpleNamespace:
+        if fn.__module__ not in patched:
+            patch(fn)
+            patched.add(fn.__module__)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_lang
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    patch_language_once()
 
 # The same cases every time, and no clock: the machine may be busy.
 settings.register_profile("freewheel", derandomize=True, deadline=None, database=None)
