@@ -23,14 +23,16 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
 
 
-def patch_language_once() -> None:
-    """Let the interpreter's changes to Triton's language stay: nothing is compiled in the process of the tests.
+def hasten_interpreter() -> None:
+    """Let Triton's interpreter do once what it does again and again, which takes it half of its time.
 
-    It makes them for each launch, and again for each call of a device function, which takes it nearly half of its time.
+    It changes Triton's language for each launch and for each call of a device function: as nothing is compiled in the
+    process of the tests, the changes may stay. And it makes its table of types whenever it looks one up.
     """
     from triton.runtime import interpreter
 
-    patch, patched = interpreter._patch_lang, set()
+    patch, patched = interpreter._patch_lang, set[str]()
+    np_dtype, np_dtypes = interpreter._get_np_dtype, dict[str, Any]()
 
     def patch_lang(fn: Callable[..., Any]) -> SimpleNamespace:
         if fn.__module__ not in patched:
@@ -38,11 +40,17 @@ def patch_language_once() -> None:
             patched.add(fn.__module__)
         return SimpleNamespace(restore=lambda: None)
 
-    interpreter._patch_lang = patch_lang
+    def get_np_dtype(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in np_dtypes:
+            np_dtypes[name] = np_dtype(type)
+        return np_dtypes[name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_lang, get_np_dtype
 
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-    patch_language_once()
+    hasten_interpreter()
 
 # The same cases every time, and no clock: the machine may be busy.
 settings.register_profile("freewheel", derandomize=True, deadline=None, database=None)
