@@ -17,6 +17,17 @@ from freewheel import LLM, SamplingParams
 
 SEEDED: dict[str, Any] = {"temperature": 0.8, "extra_body": {"seed": 7}}
 TURNS: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Wien", "Zürich", "東京"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "name": "trip", "schema": SCHEMA, "strict": True}
+TOOL = {"type": "function", "name": "get_weather", "description": "Weather.", "parameters": SCHEMA}
 LOGPROBS: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
 
 
@@ -154,7 +165,9 @@ def test_what_was_asked_is_said_again(served: Served) -> None:
         ({"input": [{"role": "boss", "content": "x"}]}, "input.0.role", "input should be"),
         ({"input": [{"role": "user"}]}, "input.0.content", "missing"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type", "input_text"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.type", "message"),
+        ({"input": [{"type": "reasoning"}]}, "input.0", "type must be 'message'"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id", "missing"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "b"}]}, "input.0.arguments", "missing"),
         ({"input": "x", "max_output_tokens": -1}, "max_output_tokens", "integer"),
         ({"input": "x", "top_logprobs": 3}, "top_logprobs", "needs include"),
         ({"input": "x", "top_logprobs": 2**40, **LOGPROBS}, "top_logprobs", "integer"),
@@ -163,7 +176,19 @@ def test_what_was_asked_is_said_again(served: Served) -> None:
         ({"input": "x", "background": True}, "background", "false"),
         ({"input": "x", "truncation": "auto"}, "truncation", "disabled"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
-        ({"input": "x", "tools": []}, "tools", "not supported"),
+        ({"input": "x", "tools": []}, "tools", "empty"),
+        ({"input": "x", "tools": [{"type": "function", "function": {"name": "a"}}]}, "tools.0.name", "missing"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.name", "missing"),
+        ({"input": "x", "tools": [TOOL, TOOL]}, "tools", "different names"),
+        ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "b"}}, "tool_choice", "'b'"),
+        ({"input": "x", "tools": [TOOL], "tool_choice": "always"}, "tool_choice", "input should be"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"input": "x", "tools": [TOOL], **LOGPROBS}, "include", "combined with tools"),
+        ({"input": "x", "tools": [TOOL], "regex": "a"}, "regex", "combined with tools"),
+        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.name", "missing"),
+        ({"input": "x", "text": {"format": {**FORMAT, "schema": {"uniqueItems": True}}}}, "text.format", "unique"),
+        ({"input": "x", "text": {"format": FORMAT}, "regex": "a"}, "regex", "text.format"),
+        ({"input": "x", "response_format": FORMAT}, "response_format", "not supported"),
         ({"input": "x", "reasoning": {"effort": "low"}}, "reasoning", "not supported"),
         ({"input": "x", "n": 2}, "n", "not supported"),
         ({"input": "x", "max_tokens": 2}, "max_tokens", "not supported"),

@@ -55,9 +55,9 @@ class AsyncEngine:
         self._entered = False
 
     @property
-    def dead(self) -> bool:
-        """Whether it takes no requests."""
-        return self._dead is not None
+    def dead(self) -> str | None:
+        """Why it takes no requests; None while it does."""
+        return self._dead
 
     async def __aenter__(self) -> "AsyncEngine":
         if self._entered:

@@ -52,6 +52,7 @@ from freewheel.server.replies import (
     Texts,
     event,
     framed,
+    listed,
     token_fields,
     usage,
 )
@@ -188,7 +189,7 @@ class Service:
         if self.active + prompts > self.config.max_requests:
             raise ApiError(429, "too many requests are waiting; try again later", headers={"Retry-After": "1"})
         if self.engine.dead:
-            raise ApiError(503, "the engine takes no more requests")
+            raise ApiError(503, self.engine.dead)
 
     def check_length(self, field: str, length: int, unit: str = "characters") -> None:
         """ApiError where a prompt is too long, whatever tokens its text may have: that is known before these are."""
@@ -406,10 +407,12 @@ class Service:
         yield b"data: [DONE]\n\n"
 
     async def made(self, entries: int, make: Callable[[], Any]) -> bytes:
-        """JSON of what is made, with so many log probabilities or tokens: in a thread if they are many."""
-        if entries <= MANY:
-            return encoded(make())
-        return await self.in_thread(lambda: encoded(make(), in_pieces=True))
+        """JSON of what is made, which has so many log probabilities or tokens."""
+        return await self.worked(entries, lambda many: encoded(make(), in_pieces=many))
+
+    async def worked(self, entries: int, make: Callable[[bool], Value]) -> Value:
+        """What is made of so many log probabilities or tokens: in a thread if they are many, which ``make`` is told."""
+        return make(False) if entries <= MANY else await self.in_thread(lambda: make(True))
 
     async def tokenize(self, request: TokenizeRequest) -> Response:
         """``/tokenize``."""
@@ -440,12 +443,6 @@ class Service:
             return self.tokenizer.decode(request.tokens, False)
 
         return JSONResponse({"prompt": await self.within(request, decode)})
-
-
-def listed(params: SamplingParams, tokens: int, prompt_tokens: int = 0) -> int:
-    """How many log probabilities these have."""
-    entries = 0 if params.logprobs is None else tokens * (1 + params.logprobs)
-    return entries + prompt_tokens * (1 + (params.prompt_logprobs or 0))
 
 
 def answered(request: ChatCompletionRequest, one: CompletionOutput, progress: Progress) -> tuple[Object, str | None]:

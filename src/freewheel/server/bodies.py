@@ -13,7 +13,7 @@ from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, PrivateAttr, ValidationError, model_validator
 from starlette.requests import ClientDisconnect
 
 from freewheel.server.errors import ApiError
@@ -49,6 +49,20 @@ class Body(BaseModel):
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = next(name for name in data if name not in known)
         return {name: value for name, value in data.items() if name in known or name == unknown}
+
+
+def by_type(*names: str, default: str | None = None) -> Discriminator:
+    """Tells the models of a union by their ``type``, where the one for NAME has the tag ``[NAME]``: by its brackets
+    errors tell a tag from a field. ``default`` is the type of what has none."""
+
+    def tag(value: Any) -> str:
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", names[0])
+        return f"[{kind}]"
+
+    *some, last = map(repr, names)
+    return Discriminator(
+        tag, custom_error_type="type", custom_error_message=f"type must be {', '.join(some)} or {last}"
+    )
 
 
 Kind = TypeVar("Kind", bound=Body)

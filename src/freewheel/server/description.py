@@ -167,6 +167,17 @@ class OutputMessage(BaseModel):
     content: list[OutputPart]
 
 
+class OutputCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["completed", "incomplete"]
+
+
 class ResponseUsage(BaseModel):
     """Tokens of a response."""
 
@@ -188,7 +199,7 @@ class ResponseObject(BaseModel):
     error: None
     incomplete_details: dict[str, str] | None
     model: str
-    output: list[OutputMessage]
+    output: list[OutputMessage | OutputCall]
     usage: ResponseUsage
 
 

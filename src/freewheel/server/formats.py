@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema
+from pydantic import Field, Tag, WithJsonSchema
 
 from freewheel.sampling import Grammar
-from freewheel.server.bodies import Body
+from freewheel.server.bodies import Body, by_type
 
 # Its values are looked at where they are checked: see protocol.
 Strings = Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"type": "string"}})]
@@ -60,16 +60,7 @@ class FlatJsonSchemaFormat(JsonSchema):
     type: Literal["json_schema"]
 
 
-def _type(value: Any) -> str:
-    """Which of the formats below is meant. The brackets tell these tags from fields, where errors say what is wrong."""
-    return f"[{value.get('type') if isinstance(value, dict) else getattr(value, 'type', None)}]"
-
-
-_ONE_OF_THEM = Discriminator(
-    _type,
-    custom_error_type="type",
-    custom_error_message="type must be 'text', 'json_object' or 'json_schema'",
-)
+_ONE_OF_THEM = by_type("text", "json_object", "json_schema")
 _Text = Annotated[TextFormat, Tag("[text]")]
 _JsonObject = Annotated[JsonObjectFormat, Tag("[json_object]")]
 ResponseFormat = Annotated[_Text | _JsonObject | Annotated[JsonSchemaFormat, Tag("[json_schema]")], _ONE_OF_THEM]

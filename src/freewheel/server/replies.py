@@ -10,6 +10,7 @@ from uuid import uuid4
 from freewheel.engine.outputs import CompletionOutput, RequestOutput
 from freewheel.models.tokenizer import Tokenizer
 from freewheel.request import TokenLogprobs
+from freewheel.sampling import SamplingParams
 from freewheel.server.bodies import encoded
 from freewheel.server.tools import CallReader
 
@@ -112,6 +113,12 @@ class Texts:
     def _described(self, id: int, value: float) -> Object:
         raw = self._bytes(id)
         return {"token": raw.decode("utf-8", "replace"), "logprob": finite(value), "bytes": list(raw)}
+
+
+def listed(params: SamplingParams, tokens: int, prompt_tokens: int = 0) -> int:
+    """How many log probabilities these have."""
+    entries = 0 if params.logprobs is None else tokens * (1 + params.logprobs)
+    return entries + prompt_tokens * (1 + (params.prompt_logprobs or 0))
 
 
 def token_fields(choice: CompletionOutput, ids: list[int]) -> Object:

@@ -252,25 +252,31 @@ class CallReader:
         self.calls: list[Call] = []
 
     def push(self, text: str, *, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
-        """Take in more, and return what is new: content, and parts of calls as streams have them."""
-        self._text += text
+        """Take in more, and return what is new: content, and parts of calls as chats have them."""
         content, parts = "", []
-        for kind, index, value in self._read(last):
+        for kind, index, value in self.events(text, last=last):
             if kind == "content":
                 content += value
-            elif self._most is not None and index >= self._most:
-                continue
             elif kind == "call":
                 call = self.calls[index]
                 begun = {"index": index, "id": call.id, "type": "function"}
                 parts.append({**begun, "function": {"name": call.name, "arguments": ""}})
+            elif parts and parts[-1]["index"] == index:
+                parts[-1]["function"]["arguments"] += value
             else:
-                self.calls[index].arguments += value
-                if parts and parts[-1]["index"] == index:
-                    parts[-1]["function"]["arguments"] += value
-                else:
-                    parts.append({"index": index, "function": {"arguments": value}})
+                parts.append({"index": index, "function": {"arguments": value}})
         return content, parts
+
+    def events(self, text: str, *, last: bool = False) -> Iterator[tuple[str, int, str]]:
+        """Take in more, and give what is new in its order: ("content" or "call" or "arguments", number of the call,
+        text)."""
+        self._text += text
+        for kind, index, value in self._read(last):
+            if kind != "content" and self._most is not None and index >= self._most:
+                continue
+            if kind == "arguments":
+                self.calls[index].arguments += value
+            yield kind, index, value
 
     def finish_reason(self, reason: str | None) -> str | None:
         """The engine's, or that the answer called tools, and did so completely."""
@@ -283,7 +289,7 @@ class CallReader:
         return self.calls[: self._most]
 
     def _read(self, last: bool) -> Iterator[tuple[str, int, str]]:
-        """Events, as far as the text tells: ("content" or "call" or "arguments", number of the call, text)."""
+        """Events, as far as the text tells, of calls that do not count as well."""
         while True:
             before = self._state, len(self._text)
             match self._state:
