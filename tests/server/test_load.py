@@ -257,6 +257,13 @@ def test_what_is_far_too_large_is_refused_while_others_go_on(roomy: Served, name
     assert during(roomy, refused) > 0
 
 
+def test_no_more_is_tokenised_than_a_prompt_may_have(roomy: Served) -> None:
+    got = httpx.post(f"{roomy.url}/tokenize", json={"prompt": WORDS})
+    assert (got.status_code, got.json()["error"]["param"]) == (400, "prompt")
+    assert "more than the longest sequence" in got.json()["error"]["message"]
+    assert httpx.post(f"{roomy.url}/tokenize", json={"prompt": "one " * 1000}).json()["count"] > 1000
+
+
 def test_a_body_above_the_limit_is_not_even_read(served: Served) -> None:
     async def refused(client: httpx.AsyncClient) -> None:
         got = await client.post("/v1/chat/completions", content=b" " * 5 * MB, headers=JSON)

@@ -1,19 +1,24 @@
 """``/v1/responses``, by the client that it is made for; its answers are those of the offline API."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from conftest import Served, serving
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
+from tiny import make_tiny_llama
 
 from freewheel import LLM, SamplingParams
+from freewheel.sampling import Grammar
+from freewheel.server.responses import ResponsesRequest
 
 SEEDED: dict[str, Any] = {"temperature": 0.8, "extra_body": {"seed": 7}}
 TURNS: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
@@ -153,6 +158,158 @@ def test_what_was_asked_is_said_again(served: Served) -> None:
     for name in asked:
         value = getattr(got, name)
         assert (value.to_dict(exclude_none=True) if name == "text" else value) == asked[name]
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """With room for tools in a prompt of bytes."""
+    with serving(make_tiny_llama(tmp_path_factory.mktemp("models") / "long", context=1024)) as running:
+        yield running
+
+
+NOW = {"type": "function", "name": "now"}
+NAMED = {"type": "function", "name": "get_weather"}
+
+
+def respond(served: Served, stream: bool, **body: Any) -> Any:
+    """A response; of a stream what the client makes of its events, each of which has the documented form."""
+    asked = {"model": "tiny", "input": TURNS, "max_output_tokens": 170, "extra_body": {"seed": body.pop("seed", 1)}}
+    asked |= body
+    if not stream:
+        return served.client.responses.create(**asked)
+    with served.client.responses.stream(**asked) as events:
+        items: list[Any] = []
+        final = None
+        for event in events:
+            final = getattr(event, "response", None)
+            kind = event.type.removeprefix("response.")
+            if kind == "output_item.added":
+                assert event.output_index == len(items)
+                items.append([event.item.id, ""])
+            elif kind in ("output_text.delta", "function_call_arguments.delta"):
+                assert event.item_id == items[-1][0]
+                items[-1][1] += event.delta
+            elif kind in ("output_text.done", "function_call_arguments.done"):
+                assert items[-1] == [event.item_id, event.text if "text" in kind else event.arguments]
+            elif kind == "output_item.done":
+                assert items[event.output_index][0] == event.item.id
+        assert final is not None
+        assert [item.id for item in final.output] == [id for id, _ in items]
+        return final
+
+
+def said(response: Any) -> list[Any]:
+    """What is the same in a stream and without."""
+    about = [response.status, response.usage.output_tokens]
+    for item in response.output:
+        own = (item.name, item.arguments) if item.type == "function_call" else (item.content[0].text,)
+        about.append((item.type, item.status, *own))
+    return about
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_format_is_kept_to(served: Served, stream: bool) -> None:
+    for seed in range(3):
+        got = respond(served, stream, text={"format": FORMAT}, seed=seed)
+        assert got.status == "completed"
+        jsonschema.validate(json.loads(got.output_text), SCHEMA)
+        assert got.text.format.to_dict() == FORMAT
+    bias = {str(served.service.tokenizer.encode("}")[0]): 9.0}
+    body = {"seed": 3, "logit_bias": bias}
+    got = respond(served, stream, text={"format": {"type": "json_object"}}, extra_body=body)
+    assert isinstance(json.loads(got.output_text), dict)
+    assert respond(served, stream, extra_body={"choice": ["é", "日本"]}).output_text in ("é", "日本")
+    assert re.fullmatch("[a-c]{3}", respond(served, stream, extra_body={"regex": "[a-c]{3}"}).output_text)
+
+
+def test_the_client_parses_what_it_asked_for(long: Served) -> None:
+    class Trip(BaseModel):
+        city: Literal["Wien", "Graz"]
+        days: Literal[1, 2]
+
+    got = long.client.responses.parse(model="tiny", input=TURNS, text_format=Trip)
+    assert isinstance(got.output_parsed, Trip)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_calls_that_must_come_do_and_fit_their_schemas(long: Served, stream: bool, choice: Any) -> None:
+    got = respond(long, stream, tools=[TOOL, NOW], tool_choice=choice, parallel_tool_calls=False)
+    [call] = got.output
+    assert (call.type, call.status, got.status) == ("function_call", "completed", "completed")
+    schema = SCHEMA if call.name == "get_weather" else {"maxProperties": 0}
+    jsonschema.validate(json.loads(call.arguments), schema)
+    assert call.call_id != call.id
+    assert (got.parallel_tool_calls, len(got.tools), got.tools[0].name) == (False, 2, "get_weather")
+    assert (got.tool_choice if choice == "required" else got.tool_choice.to_dict()) == choice
+
+
+def test_a_call_that_is_cut_off_says_so_streaming_or_not(long: Served) -> None:
+    ends = set()
+    for most in (1, 40, 60, 75, 100, 400):
+        asked: dict[str, Any] = {"tools": [TOOL], "tool_choice": NAMED, "max_output_tokens": most, "seed": 2}
+        whole, streamed = (respond(long, stream, **asked) for stream in (False, True))
+        assert said(whole) == said(streamed)
+        ends.add(whole.status)
+        for item in whole.output:
+            if whole.status == "completed":
+                json.loads(item.arguments)
+            else:
+                assert (item.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert ends == {"completed", "incomplete"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_texts_and_calls_are_items_in_their_order(long: Served, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = '<tool_call>\n{"name": "now", "arguments": {"é": "a}"}}\n</tool_call>'
+    written = f"So:\n{now}\n{now}\nThat is all."
+    # As if the model wanted to say this.
+    monkeypatch.setattr(ResponsesRequest, "output_grammar", lambda self: Grammar.choice([written]))
+    got = respond(long, stream, tools=[NOW])
+    call = ("function_call", "completed", "now", '{"é": "a}"}')
+    assert said(got)[2:] == [("message", "completed", "So:"), call, call, ("message", "completed", "That is all.")]
+    assert len({item.id for item in got.output} | {item.call_id for item in got.output[1:3]}) == 6
+    assert said(respond(long, stream, tools=[NOW], parallel_tool_calls=False))[2:4] == [
+        ("message", "completed", "So:"), call,
+    ]  # fmt: skip
+    assert [item.type for item in respond(long, stream, tools=[NOW], tool_choice="none").output] == ["message"]
+
+
+def test_calls_and_what_they_gave_come_back_as_chats_have_them(long: Served) -> None:
+    first = respond(long, False, tools=[TOOL, NOW], tool_choice=NAMED, parallel_tool_calls=False)
+    [call] = first.output
+    given = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    parts = given | {"output": [{"type": "input_text", "text": "ra"}, {"type": "input_text", "text": "in"}]}
+    more = {"role": "user", "content": "And?"}
+    asked: dict[str, Any] = {"tools": [TOOL, NOW], "max_output_tokens": 1}
+    tokens = {
+        respond(long, False, input=[*TURNS, *first.output, output, more], **asked).usage.input_tokens
+        for output in (given, parts)
+    }
+    own = {"name": call.name, "arguments": call.arguments}
+    turns = [
+        *TURNS,
+        {"role": "assistant", "tool_calls": [{"id": call.call_id, "type": "function", "function": own}]},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "rain"},
+        more,
+    ]
+    tools = [
+        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+        for tool in (TOOL, NOW)
+    ]
+    chat = long.client.chat.completions.create(model="tiny", messages=turns, tools=tools, max_tokens=1)
+    assert tokens == {chat.usage.prompt_tokens}
+    wrong = {"type": "function_call", "call_id": "x", "name": "now", "arguments": "["}
+    got = post(long, input=[wrong])
+    assert (got.status_code, got.json()["error"]["param"]) == (400, "input")
+    assert "'now' are no JSON object" in got.json()["error"]["message"]
+
+
+def test_a_text_and_calls_in_a_row_are_one_turn() -> None:
+    call = {"type": "function_call", "call_id": "x", "name": "now", "arguments": "{}"}
+    request = ResponsesRequest.model_validate({"input": [{"role": "assistant", "content": "So:"}, call, call]})
+    [turn] = request.turns()
+    assert (turn["content"], len(turn["tool_calls"])) == ("So:", 2)
 
 
 @pytest.mark.parametrize(
