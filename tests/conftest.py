@@ -8,7 +8,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are the parallelism: more
 import random
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,36 @@ from tiny import make_tiny_llama
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
+
+
+def hasten_interpreter() -> None:
+    """Let Triton's interpreter do once what it does again and again, which takes it half of its time.
+
+    It changes Triton's language for each launch and for each call of a device function: as nothing is compiled in the
+    process of the tests, the changes may stay. And it makes its table of types whenever it looks one up.
+    """
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set[str]()
+    np_dtype, np_dtypes = interpreter._get_np_dtype, dict[str, Any]()
+
+    def patch_lang(fn: Callable[..., Any]) -> SimpleNamespace:
+        if fn.__module__ not in patched:
+            patch(fn)
+            patched.add(fn.__module__)
+        return SimpleNamespace(restore=lambda: None)
+
+    def get_np_dtype(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in np_dtypes:
+            np_dtypes[name] = np_dtype(type)
+        return np_dtypes[name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_lang, get_np_dtype
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    hasten_interpreter()
 
 # The same cases every time, and no clock: the machine may be busy.
 settings.register_profile("freewheel", derandomize=True, deadline=None, database=None)

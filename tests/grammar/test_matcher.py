@@ -168,6 +168,21 @@ def test_masks_of_a_tree_are_those_of_its_paths(compiler: Compiler, grammar: Gra
     assert permitted(at) == permitted(plain)  # it is back where it was
 
 
+def test_a_node_that_breaks_the_library_takes_no_other_with_it() -> None:
+    """One that a draft has before others, deeper than the first."""
+    known, _ = TOKENIZERS["byte-level"]
+    compiler = Compiler(known, -(-known.vocab_size // 32) * 32)
+    bomb = " ".join(["/[a-z]{0,100}/"] * 1500)
+    a, b, c, d = (known.encode_within(sign)[0] for sign in "<>=!")
+    for order in ((b, c), (c, b)):
+        at = compiler.compile(Grammar.cfg(f'start: "<" (">" bomb | "=" "!")\nbomb: {bomb}')).matcher(ENDS)
+        masks = np.full((4, at._grammar.words), -1, np.int32)
+        at.fill(masks, DraftTree((a, *order), (-1, 0, 0)))
+        assert ids_of(masks[1]) == {b, c}
+        assert ids_of(masks[2 + order.index(c)]) == {d}
+        assert permitted(at) == {a}
+
+
 def test_what_the_grammar_forbids_is_cut_from_a_draft(compiler: Compiler, tokenizer: Tokenizer) -> None:
     a, b, end = *tokenizer.encode_within("a"), *tokenizer.encode_within("b"), ENDS[0]
     at = matcher(compiler, Grammar.regex("a(a|b)*"))

@@ -91,8 +91,16 @@ def launches(
     return recorder.launches
 
 
-def compiled(launch: Launched) -> str:
-    """The kernel once its layouts are chosen, specialised for these arguments as Triton does it."""
+class Special(NamedTuple):
+    """What a kernel is specialised for: the kinds of its arguments, its constants, and which are multiples of 16."""
+
+    kinds: dict[str, Any]
+    constants: dict[str, Any]
+    aligned: dict[tuple[int, ...], list[list[Any]]]
+
+
+def specialised(launch: Launched) -> Special:
+    """As Triton does it for these arguments."""
     aligned: dict[tuple[int, ...], list[list[Any]]] = {}
 
     def kind(arg: Any, *path: int) -> str:
@@ -109,7 +117,12 @@ def compiled(launch: Launched) -> str:
             kinds[name] = type(arg)(*[kind(one, i, j) for j, one in enumerate(arg)])
         else:
             kinds[name] = kind(arg, i)
-    source: Any = ASTSource(launch.kernel, kinds, constexprs=constants, attrs=aligned)
+    return Special(kinds, constants, aligned)
+
+
+def compiled(launch: Launched, special: Special) -> str:
+    """The kernel once its layouts are chosen."""
+    source: Any = ASTSource(launch.kernel, special.kinds, constexprs=special.constants, attrs=special.aligned)
     # As triton.compile does it, without the stages that come after: they take most of the time.
     ir: Any = vars(libtriton)["ir"]
     target = GPUTarget("cuda", 90, 32)
@@ -153,9 +166,10 @@ def main(dtype: torch.dtype, vocab: int) -> None:
             constants = [f"{name}={arg}" for name, arg in zip(names, launch.args) if name.isupper()]
             variant = " ".join([f"warps={launch.warps}", *constants])
             new = draw, launch.kernel.__name__, variant
-            if "TILE" in names and (new, place) not in seen:
-                seen.add((new, place))
-                print(json.dumps([*new, list(sums(compiled(launch)))]), flush=True)
+            special = specialised(launch)
+            if "TILE" in names and (new, str(special)) not in seen:  # the same is compiled to the same
+                seen.add((new, str(special)))
+                print(json.dumps([*new, list(sums(compiled(launch, special)))]), flush=True)
 
 
 if __name__ == "__main__":

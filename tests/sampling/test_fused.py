@@ -279,7 +279,7 @@ def test_more_candidates_than_a_short_list_holds_are_searched_exactly() -> None:
 
 
 @pytest.mark.parametrize("limit", ["logits", "allowed ids", "mask"])
-@pytest.mark.parametrize(("rows", "last"), [(40, 0.0), (40, 0.3), (7, 0.0), (7, 0.3)])
+@pytest.mark.parametrize(("rows", "last"), [(16, 0.0), (16, 0.3), (7, 0.0), (7, 0.3)])
 def test_top_k_keeps_what_is_left_where_fewer_blocks_than_k_have_anything(limit: str, rows: int, last: float) -> None:
     """A block's second value may be among the first k though it lies below the maxima of all others that have any."""
     logits = torch.full((rows, 1024), -torch.inf if limit == "logits" else 5.0)
@@ -302,16 +302,14 @@ def test_top_k_keeps_what_is_left_where_fewer_blocks_than_k_have_anything(limit:
     assert drawn == ({0, 1, 300} if last else {0, 1, 2})
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.0])
+@pytest.mark.parametrize("value", [0.0, -0.0, -1.0])
 def test_a_nucleus_ends_within_equal_values_of_several_blocks(value: float) -> None:
-    logits = torch.full((40, 1024), value)
+    logits = torch.full((16, 1024), value)
     logits[:, 1::2] = -value if value == 0 else value
-    tokens = sample(joined([SamplingParams(top_p=0.5)] * 40, 1024), logits, range(40)).tokens
-    assert tokens.max() < 512
-    assert (
-        tokens.tolist()
-        == sample(joined([SamplingParams(top_p=0.5)] * 40, 1024, fused=False), logits, range(40)).tokens.tolist()
-    )
+    asked = [SamplingParams(top_p=0.5)] * 16
+    ours, theirs = (sample(joined(asked, 1024, fused=fused), logits, range(16)).tokens for fused in (True, False))
+    assert ours.max() < 512
+    assert ours.tolist() == theirs.tolist()
 
 
 def test_grammar_masks_forbid_ids_of_their_rows_only() -> None:

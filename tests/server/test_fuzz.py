@@ -83,6 +83,8 @@ BROKEN: dict[str, bytes] = {
     "UTF-16": '{"prompt": "Hi"}'.encode("utf-16"),
     "a byte order mark": b'\xef\xbb\xbf{"prompt": "Hi"}',
     "half a pair of surrogates": b'{"prompt": "\\ud800"}',
+    "half a pair in what is told again": b'{"prompt": "Hi", "user": "\\ud800"}',
+    "half a pair further in": b'{"prompt": "Hi", "metadata": {"a": "\\uDC00"}}',
     "half a pair in a name": b'{"prompt": "Hi", "\\ud800": 1}',
     "a control character": b'{"prompt": "a\x00b"}',
     "NaN": b'{"prompt": "Hi", "temperature": NaN}',

@@ -30,6 +30,7 @@ TOOLS: list[Any] = [
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "a}\\"{", "n": {"x": [1]}}}\n</tool_call>'
 NOW = '{"name": "now", "arguments": {}}'
 OTHER = 'x <tool_call>{"name": "other", "arguments": {}}</tool_call> y'
+HALF = '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "now"}</tool_call>'
 ARGUMENTS = '{"city": "a}\\"{", "n": {"x": [1]}}'
 
 
@@ -58,6 +59,12 @@ TEXTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ('{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', []),
     ('{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', []),
     ("{not JSON", "{not JSON", []),
+    (f"{NOW} , {NOW}", "", [("now", "{}")] * 2),
+    (f"{NOW} , and", ",and", [("now", "{}")]),
+    (f"<tool_call>{NOW} but }} {{ of no use, {NOW}</tool_call> y", "y", [("now", "{}")]),
+    ('{"name": []}', '{"name": []}', []),
+    ('{"arguments": {"a": NaN}, "name": "now"}', '{"arguments": {"a": NaN}, "name": "now"}', []),
+    (HALF, HALF, []),
     (OTHER, OTHER, []),
     ("a <tool_call>no call</tool_call>", "a <tool_call>no call</tool_call>", []),
     ("a <tool_call>no end", "a <tool_call>no end", []),
@@ -93,6 +100,17 @@ def test_calls_are_read_however_the_text_is_cut(text: str, content: str, calls: 
         assert reader.finish_reason("stop") == ("tool_calls" if whole else "stop")
         assert reader.finish_reason("length") == "length"
         assert reader.finish_reason(None) is None
+
+
+@pytest.mark.parametrize("begins", ["", "{", '{"name": "', f"<tool_call>{NOW[:-1]}", NOW[:-1]])
+@pytest.mark.parametrize("goes_on", ["    ", "abcd"])
+def test_what_goes_on_for_ever_is_not_kept_or_cheap_to_look_at(begins: str, goes_on: str) -> None:
+    """What is kept is short, unless it may be a call in the end: between tags."""
+    reader = CallReader({"now"})
+    reader.push(begins)
+    for _ in range(2000):
+        reader.push(goes_on)
+    assert len(reader._text) < 200 or not reader._text.strip()
 
 
 def test_arguments_come_before_they_are_complete() -> None:

@@ -145,7 +145,7 @@ def own_server(options: Options) -> Iterator[str]:
             if process.poll() is not None:
                 raise RuntimeError(f"the server did not start: {_last_words(process, errors)}")
             time.sleep(0.05)
-            found = re.search(r"at (http://\S+/v1) \(Ctrl-C", errors.read_text(errors="replace"))
+            found = re.search(r"at (http://\S+/v1), ", errors.read_text(errors="replace"))
         address = Address.of(found[1])
         connection = HTTPConnection(address.host, address.port, timeout=60)
         connection.request("GET", "/health")
@@ -202,8 +202,6 @@ def _serve(options: Options) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop_without_benchmark, daemon=True).start()
-    from freewheel.bench.served import LoadOptions  # of this module by its name, for another process to find it
-
     serve.run(args, dict(options.engine or {}), lambda config: LoadOptions.of(options, config))
 
 
@@ -333,4 +331,6 @@ def main(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    from freewheel.bench import served  # by its name: another process has to find what is sent to it
+
+    served.main(sys.argv[1])

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -109,10 +110,20 @@ class AsyncEngine:
         try:
             # In another thread, as a long prompt or list takes long; and grammars, which take longer, in few of them.
             constrained = isinstance(sampling_params, SamplingParams) and sampling_params.grammar is not None
-            reply = await self._loop.run_in_executor(
+            if self._dead is not None:
+                raise EngineDeadError(self._dead)
+            preparing = self._loop.run_in_executor(
                 self._compiling if constrained else None,
                 self._prepare, active.engine_id, name, prompt, sampling_params, priority,
             )  # fmt: skip
+            try:
+                await asyncio.wait([preparing])
+            except asyncio.CancelledError:
+                preparing.cancel()
+                raise
+            if preparing.cancelled():  # by the end of the engine
+                raise EngineDeadError(self._dead or "the engine was closed")
+            reply = preparing.result()
             if self._dead is not None:
                 raise EngineDeadError(self._dead)
             active.reply = reply
@@ -138,6 +149,8 @@ class AsyncEngine:
     ) -> Reply:
         request, text = make_request(self._tokenizer, engine_id, prompt, params, priority)
         request = self.limits.validate(request, self._grammars)
+        if isinstance(self._engine, EngineProcess):  # which compiles the grammar anew: here it need not be kept
+            request = replace(request, grammar=None)
         return Reply(request, text, self._tokenizer, request_id=name)
 
     def abort(self, request_id: str) -> None:

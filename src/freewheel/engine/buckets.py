@@ -25,10 +25,11 @@ def draft_rows(sequences: int, nodes: int, most_rows: int) -> list[int]:
 
 def most_drawn(config: EngineConfig) -> int:
     """Rows from which tokens are drawn at once at most, on CUDA devices, those for drafts that are not needed too."""
+    sizes = buckets(config.max_num_seqs)
     if not config.speculation:
-        return config.max_num_seqs
+        return sizes[-1]
     most_rows = config.most_rows("cuda")
-    return max(draft_rows(size, config.draft_nodes, most_rows)[-1] for size in buckets(config.max_num_seqs))
+    return max(draft_rows(size, config.draft_nodes, most_rows)[-1] for size in sizes)
 
 
 def draft_step(sequences: int, drafted: int, nodes: int, most_rows: int) -> tuple[int, int]:

@@ -370,7 +370,7 @@ class DeviceRunner(Runner):
             tiles = pinned(tiles, self._device).to(self._device, non_blocking=True)
             logits = self._fused(Rows(row_slots, row_positions, tiles), logit_rows)
         logit_slots, next_positions = self._upload([slots[row] for row in wanted], following)
-        if any(span.matcher for span in spans):
+        if any(span.sample and span.matcher for span in spans):
             catch_up()
         return self._draw(spans, logits, logit_slots, next_positions)
 

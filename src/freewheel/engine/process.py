@@ -265,10 +265,13 @@ class _Inlet:
 
     def _run(self) -> None:
         messages = Messages()
-        with suppress(OSError):
-            while data := self._connection.recv(CHUNK):
-                for message in messages.add(data):
-                    self._take(message)
+        try:
+            with suppress(OSError):
+                while data := self._connection.recv(CHUNK):
+                    for message in messages.add(data):
+                        self._take(message)
+        except BaseException:  # a message that cannot be read
+            traceback.print_exc()
         os._exit(1)
 
     def _take(self, message: Any) -> None:

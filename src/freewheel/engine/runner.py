@@ -201,7 +201,7 @@ class Runner:
         """
         batch, slots, following = self._batch(spans)
         logits = self._decoder.forward(batch, self._pool.layers)
-        if any(span.matcher for span in spans):
+        if any(span.sample and span.matcher for span in spans):
             catch_up()
         return self._draw(spans, logits, slots, following)
 

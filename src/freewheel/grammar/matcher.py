@@ -135,16 +135,18 @@ class Matcher:
             if row < 0:
                 continue
             pending.append(next_sibling[row])
-            if at >= depths[row]:
-                state.rollback(at - depths[row] + 1)
-                at = depths[row] - 1
+            above = depths[row] - 1
+            if at > above:
+                state.rollback(at - above)
+            elif at < above:  # the state was made anew
+                state.consume_tokens(_path(tree, tree.parents[row - 1]))
+            at = above
             token = tree.tokens[row - 1]
             if token not in self._end_ids and state.try_consume_tokens([token]) == 1:
                 at += 1
                 yield row
                 pending.append(first_child[row])
             if state.is_error():  # for good; what was there before is made again
-                pending = [row for row in pending if row >= 0 and depths[row] == 1]
                 self._state = state = self._grammar.start.deep_copy()
                 state.consume_tokens(self._tokens)
                 at = 0
@@ -161,6 +163,15 @@ class Matcher:
         said = (self._state.get_error().strip().splitlines() or ["the token does not belong there"])[0]
         self.error = f"the grammar cannot go on: {said[:MAX_MESSAGE]}"
         self._grammar.worn = True
+
+
+def _path(tree: DraftTree, node: int) -> list[int]:
+    """The tokens from the root's child to a node."""
+    tokens = []
+    while node >= 0:
+        tokens.append(tree.tokens[node])
+        node = tree.parents[node]
+    return tokens[::-1]
 
 
 def _bits(ids: Iterable[int], words: int) -> NDArray[np.uint32]:

@@ -311,7 +311,7 @@ class FusedSampler:
             grid, constants = (-(-blocks // tile), rows), (tile, padded, ahead, masked, chained)
             launches.append(Launch(draw_kernels.draw_plain, grid, drawn, (blocks,), constants, 4, ahead))
         if nucleus and not apart:
-            grid = (64 if rows < 8 else 32 if rows < 64 else 16), rows
+            grid = min(-(-blocks // 8), 64 if rows < 8 else 32 if rows < 64 else 16), rows
             constants = (8, *changes, chained)
             launches.append(Launch(truncation_kernels.check, grid, drawn, (blocks,), constants, 4, True))
         if logprobs or (not apart and (nucleus or (truncated and not few))):

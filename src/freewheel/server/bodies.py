@@ -102,6 +102,13 @@ def parse(data: bytes, kind: type[Kind]) -> Kind:
         raise ApiError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except ValueError as error:
         raise ApiError(400, f"the body cannot be read: {error}") from None
+    if b"\\ud" in data.lower():  # perhaps half a pair of surrogates, which no reply could repeat
+        for name, field in value.items() if isinstance(value, dict) else ():
+            try:
+                json.dumps([name, field], ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                shown = name[:100].encode("ascii", "replace").decode()
+                raise ApiError(400, f"{shown} has a lone surrogate: it is not valid text", shown) from None
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -8,7 +8,9 @@ from typing import TypeVar
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from freewheel.engine.engine import ERRORS
 from freewheel.engine.outputs import RequestOutput
+from freewheel.sampling import Status
 from freewheel.server.errors import ApiError
 
 T = TypeVar("T")
@@ -108,4 +110,5 @@ def check(output: RequestOutput) -> None:
     """ApiError where a choice failed."""
     for one in output.outputs:
         if one.finish_reason == "error":
-            raise ApiError(500, one.error or "the request failed")
+            asked = one.error == ERRORS[Status.EMPTY] or (one.error or "").startswith("the grammar")
+            raise ApiError(400 if asked else 500, one.error or "the request failed")

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, NoReturn, TypeVar
 from uuid import uuid4
 
 from pydantic import Field
@@ -223,10 +223,12 @@ class Call:
 
 
 # How a call begins, up to its arguments, in pieces: each may be where the text stops for now.
-_HEAD = [r"\{", r"\s*", *'"name"', r"\s*", ":", r"\s*", '"', "([a-zA-Z0-9_-]*)", '"', r"\s*", ",", r"\s*", '"']
-_BEGINS = re.compile("".join(_HEAD) + r'(?:arguments|parameters)"\s*:\s*(?=\{)')
+# Bounded, so that what goes on for ever is no call, and a match takes no longer the longer the text is.
+_SPACE = r"\s{0,64}"
+_HEAD = [r"\{", _SPACE, *'"name"', _SPACE, ":", _SPACE, '"', "([a-zA-Z0-9_-]{0,64})", '"', _SPACE, ",", _SPACE, '"']
+_BEGINS = re.compile("".join(_HEAD) + rf'(?:arguments|parameters)"{_SPACE}:{_SPACE}(?=\{{)')
 _KEYS = "|".join(key[:end] for key in ("arguments", "parameters") for end in range(len(key), 0, -1))
-_PIECES = [*_HEAD, f"(?:{_KEYS})", '"', r"\s*", ":", r"\s*"]
+_PIECES = [*_HEAD, f"(?:{_KEYS})", '"', _SPACE, ":", _SPACE]
 _MAY_BEGIN = re.compile("(?:".join(_PIECES) + ")?" * (len(_PIECES) - 1))
 
 
@@ -367,17 +369,19 @@ class CallReader:
     def _whole(self, body: str) -> list[tuple[str, str]]:
         """The calls in JSON that is complete, whatever the order of its keys."""
         try:
-            value = json.loads(body)
+            value = json.loads(body, parse_constant=_refuse)
+            json.dumps(value, ensure_ascii=False).encode()  # there may be half a pair of surrogates
         except (ValueError, RecursionError):
             return []
         calls = []
         for one in value if isinstance(value, list) else [value]:
-            if not isinstance(one, dict) or one.get("name") not in self._names:
+            name = one.get("name") if isinstance(one, dict) else None
+            if not isinstance(name, str) or name not in self._names:
                 return []
             arguments = one.get("arguments", one.get("parameters", {}))
             if not isinstance(arguments, dict):
                 return []
-            calls.append((one["name"], json.dumps(arguments, ensure_ascii=False)))
+            calls.append((name, json.dumps(arguments, ensure_ascii=False)))
         return calls
 
     def _arguments(self) -> Iterator[tuple[str, int, str]]:
@@ -402,6 +406,7 @@ class CallReader:
 
     def _tail(self, last: bool) -> Iterator[tuple[str, int, str]]:
         """What follows the arguments: more calls, the end of this one, or the end of the text."""
+        self._text = _dense(self._text)
         more = re.match(r"\s*\}\s*(?:,\s*)?(?=\{)", self._text)
         if more and (self._bare or self._wrapped):
             self._text, self._state = self._text[more.end() :], "head"
@@ -409,9 +414,24 @@ class CallReader:
             close = self._text.find(CLOSE)
             if close >= 0 or last:
                 self._text, self._state = "" if close < 0 else self._text[close + len(CLOSE) :], "text"
-        elif (end := re.match(r"\s*\}\s*(?=\S)", self._text)) or last:
-            self._text, self._state = self._text[end.end() :] if end else "", "text"
+            elif len(self._text) > 2 * len(CLOSE):  # nothing of it counts, nor begins a call
+                self._text = "-" + self._text[-len(CLOSE) :]
+        elif self._text not in ("", "}", "},") or last:  # with more of these there may be a call
+            self._text, self._state = self._text.removeprefix("}"), "text"
         yield from ()
+
+
+def _dense(text: str) -> str:
+    """What follows arguments without white space that means nothing: before and after "}" and ","."""
+    signs, rest = "", text.lstrip()
+    for sign in "},":
+        if rest.startswith(sign):
+            signs, rest = signs + sign, rest[1:].lstrip()
+    return signs + rest
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _overlap(text: str, marker: str) -> int:
