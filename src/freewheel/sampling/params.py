@@ -141,7 +141,8 @@ class SamplingParams:
         Raises:
             ValueError: naming the field.
         """
-        biased = dict(self.logit_bias or ())
+        assert not isinstance(self.logit_bias, Mapping)  # normalised
+        biased = [token for token, _ in self.logit_bias or ()]
         for name, ids in (
             ("logit_bias", biased),
             ("allowed_token_ids", self.allowed_token_ids or ()),

@@ -20,6 +20,7 @@ from freewheel.server.errors import ApiError
 
 INLINE = 2**14  # bytes that are read without a thread
 MOST_OBJECTS = 10_000  # of a body: each costs the time of hundreds of bytes of text
+MANY = 2**12  # of an object's names and values, for which C code may be at it
 SLICE = 64  # entries of a list that are written one by one
 SECONDS = 1e-3  # for which C code may be at it
 
@@ -134,8 +135,12 @@ class _Decoder(json.JSONDecoder):
 
     def _pairs(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         self._count()
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        found, size = {}, len(pairs)
+        for start in range(0, size, MANY):
+            found.update(pairs[start : start + MANY])
+        while pairs:  # what is let go at once takes long as well
+            del pairs[-MANY:]
+        if len(found) < size:
             raise ValueError("an object has a key more than once")
         return found
 

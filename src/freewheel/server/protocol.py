@@ -7,7 +7,7 @@ The models here know names and types. What values are right is checked once, whe
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, WithJsonSchema
+from pydantic import Field, InstanceOf, PrivateAttr, WithJsonSchema
 
 from freewheel.engine.outputs import RequestMetrics
 from freewheel.sampling import SamplingParams
@@ -18,7 +18,8 @@ from freewheel.server.tools import NamedChoice, Tool, Tooled
 # What may be long is looked at where its values are checked: pydantic would go through it at once, holding everyone up.
 _IDS = {"type": "array", "items": {"type": "integer"}}
 Ids = Annotated[list[Any], WithJsonSchema(_IDS)]
-Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
+_BIASES = {"type": "object", "additionalProperties": {"type": "number"}}
+Biases = Annotated[InstanceOf[dict[str, Any]], WithJsonSchema(_BIASES)]
 
 
 PROMPT: Any = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
