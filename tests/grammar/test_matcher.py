@@ -338,6 +338,7 @@ def test_a_grammar_that_explodes_ends_its_own_matchers_in_bounded_time(
         if at.error:
             assert not permitted(at)
             assert at.error.startswith("the grammar")
+            monkeypatch.setattr(matchers, "DEBT", 60.0)  # or a first mask on a slow machine is refused
             assert matcher(compiler, grammar).error is None  # others begin anew
             break
         if at.complete or not legal:
