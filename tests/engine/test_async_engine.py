@@ -16,7 +16,7 @@ from freewheel.engine.limits import Limits
 from freewheel.engine.outputs import RequestOutput
 from freewheel.grammar import Compiler
 from freewheel.request import Request
-from freewheel.sampling import SamplingParams
+from freewheel.sampling import Grammar, SamplingParams
 
 TOKENIZER: Any = BytesTokenizer()
 LONG = SamplingParams(max_tokens=None, ignore_eos=True, seed=1)
@@ -338,3 +338,27 @@ async def test_200_rounds_of_readers_that_vanish_leave_nothing_in_use() -> None:
         await settle(engine)
         assert not running._active
         assert not running._names
+
+
+@asynchronous
+async def test_whose_grammar_waits_to_be_compiled_is_told_that_the_engine_closed() -> None:
+    go_on, began = threading.Event(), threading.Event()
+
+    class Slow(Compiler):
+        def compile(self, grammar: Grammar) -> Any:
+            began.set()
+            go_on.wait(30)
+            return super().compile(grammar)
+
+    engine, _ = make_engine()
+    engine.grammars = Slow(TOKENIZER, engine.limits.logits)
+    params = SamplingParams(max_tokens=4, grammar=Grammar.regex("a*"))
+    async with AsyncEngine(engine, TOKENIZER) as running:
+        waiting = [asyncio.create_task(read(running, [1], params)) for _ in range(6)]
+        await asyncio.to_thread(began.wait, 30)
+    go_on.set()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [EngineDeadError] * 6
+    for asked in (params, LONG):
+        with pytest.raises(EngineDeadError, match="closed"):
+            await read(running, [1], asked)

@@ -9,7 +9,8 @@ import pytest
 from mock_model import make_request
 
 from freewheel.cache.radix import PrefixCache
-from freewheel.engine.buckets import bucket_for, draft_rows, draft_step
+from freewheel.config import EngineConfig
+from freewheel.engine.buckets import bucket_for, buckets, draft_rows, draft_step, most_drawn
 from freewheel.engine.draft_step import GUESSED
 from freewheel.engine.drafting import DeviceDrafting, StepTimes
 from freewheel.engine.runner import Span
@@ -212,6 +213,16 @@ def test_nobody_gets_more_than_it_can_have() -> None:
             drafting.observe(one, count, count)
     later = [drafting.nodes(sequences[::-1], lambda one: 2 * one.key) for _ in range(3)]
     assert later[-1] == [8, 6, 4, 2, 0]
+
+
+@pytest.mark.parametrize("slots", [1, 32, 33, 100, 200])
+@pytest.mark.parametrize("speculation", [False, True])
+def test_there_is_room_for_the_rows_of_every_step(slots: int, speculation: bool) -> None:
+    config = EngineConfig(max_num_seqs=slots, speculation=speculation)
+    steps = [*buckets(slots)]
+    if speculation:
+        steps += [rows for size in steps for rows in draft_rows(size, config.draft_nodes, config.most_rows("cuda"))]
+    assert most_drawn(config) == max(steps)
 
 
 class TestTimes:

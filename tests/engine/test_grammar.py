@@ -337,6 +337,19 @@ def run_quietly(engine: Engine, requests: list[Request]) -> list[Collected]:
     return list(collected.values())
 
 
+def test_a_prompt_does_not_wait_for_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its last chunk draws: those before read no earlier step ahead of its time."""
+    engine = make(slots=2, budget=4, lookahead=2)
+    waits, catch_up, steps = list[int](), engine._catch_up, 0
+    monkeypatch.setattr(engine, "_catch_up", lambda: (waits.append(steps), catch_up()))
+    engine.add(make_request("a", list(range(14)), grammar=Grammar.regex("[a-e]{5}"), max_tokens=3))
+    while engine.has_unfinished:
+        engine.step()
+        steps += 1
+    assert waits[0] == 3
+    assert_empty(engine)
+
+
 def test_unconstrained_neighbours_have_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     from freewheel.sampling import Sampler
 
