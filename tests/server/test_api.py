@@ -392,6 +392,27 @@ def test_no_value_of_any_field_is_a_server_s_error(served: Served, path: str) ->
     assert served.client.completions.create(model="tiny", prompt="Hi", max_tokens=1).choices
 
 
+LIMITS = {"logprobs": 1024, "top_logprobs": 1024, "prompt_logprobs": 1024, "n": 1024, "min_tokens": 1}
+LIMITS |= {"top_k": 2**31 - 1, "max_tokens": 2**31 - 1, "seed": 2**63 - 1}
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_integers_at_their_limits_are_taken_or_refused_at_once(served: Served, llm: LLM, path: str) -> None:
+    """Below the limit of its own a field may have another: the vocabulary's size, or what fits."""
+    size = llm.tokenizer.vocab_size
+    foreign = "top_logprobs" if path == "completions" else "logprobs"
+    for field, limit in LIMITS.items():
+        for value in {0, 1, -1, limit, limit + 1, size, size + 1, 2**31, 2**63} if field != foreign else ():
+            body = (PLAIN if path == "completions" else CHAT) | {"max_tokens": 1, field: value}
+            body |= {"logprobs": True} if field == "top_logprobs" else {}
+            got = httpx.post(f"{served.url}/v1/{path}", json=body, timeout=60)
+            assert got.status_code in (200, 400), (field, value, got.text)
+            assert (got.status_code == 400) or -1 <= value <= limit, (field, value)
+            if got.status_code == 400:
+                assert got.json()["error"]["param"] == field, (field, value, got.text)
+        assert served.client.completions.create(model="tiny", prompt="Hi", max_tokens=1).choices
+
+
 def test_each_answer_has_the_request_s_name(served: Served) -> None:
     """The client's, if it is a plain one: it goes into logs."""
 

@@ -164,6 +164,46 @@ def test_a_failing_compiler_is_one_request_s_error(served: Served, monkeypatch: 
     assert re.fullmatch("[a-c]{3}x", complete(served, "chat", False, regex="[a-c]{3}x")[0])
 
 
+MALFORMED: list[dict[str, Any]] = [
+    {"regex": "(["},
+    {"grammar": "start: ("},
+    {"grammar": "root ::= ("},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}},
+]
+
+
+def test_of_ten_at_once_only_the_ones_at_fault_fail(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be the wrong grammar the very first, or come after right ones; be the grammar wrong, or its compiler."""
+    from freewheel.grammar import Compiler
+
+    with serving(tiny_model) as server:
+
+        def ask(body: dict[str, Any]) -> int:
+            body = {"prompt": "Hi", "max_tokens": 40, "seed": 1} | body
+            got = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            if got.status_code == 200 and "regex" in body:
+                assert re.fullmatch(body["regex"], got.json()["choices"][0]["text"])
+            return got.status_code
+
+        right: list[dict[str, Any]] = [{"regex": f"{letter}[0-9]{{9}}"} for letter in "abcdefgh"] + [{}]
+        with ThreadPoolExecutor(10) as threads:
+            for body in (*MALFORMED, *MALFORMED):
+                got = threads.map(ask, [body, *right])
+                assert list(got) == [400] + [200] * 9
+            compile_it = Compiler._compile
+
+            def fail(self: Any, grammar: Any, *rest: Any) -> Any:
+                if grammar.text == "z{9}":
+                    raise RuntimeError("injected")
+                return compile_it(self, grammar, *rest)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Compiler, "_compile", fail)
+                assert list(threads.map(ask, [{"regex": "z{9}"}, *right])) == [400] + [200] * 9
+            assert ask({"regex": "z{9}"}) == 200, "the failure is not kept"
+
+
 def test_answers_parse_at_any_concurrency_with_drafts(tiny_model: Path) -> None:
     """Each answer is the one that comes alone, whoever else asks."""
     schema = {**SCHEMA, "x": "an annotation"}  # compiled anew

@@ -315,6 +315,38 @@ def test_a_full_server_says_so_before_any_work_and_takes_requests_again(tiny_mod
         assert server.client.completions.create(model="tiny", prompt="Hi", max_tokens=1).choices
 
 
+def test_prompts_that_begin_alike_get_what_they_get_without_a_cache(tiny_model: Path) -> None:
+    """Started together, in chunks, with many short ones that take pages again as they are let go."""
+    beginning = [number * 7 % 250 for number in range(150)]
+    prompts = [[*beginning, *range(number, number + 9)] for number in range(6)]
+    prompts += [[number, 3, number] for number in range(60)] + [[*beginning, number] for number in range(6)]
+    body = {"max_tokens": 20, "ignore_eos": True, "seed": 1, "return_token_ids": True}
+    answers = []
+    for caching in (True, False):
+        sizes = {"enable_prefix_caching": caching, "max_num_batched_tokens": 40, "kv_cache_memory": 2**18}
+        with serving(tiny_model, sizes) as server:
+            step, engine = server.engine.step, server.engine
+
+            def checked(step: Any = step, engine: Any = engine) -> Any:
+                outputs = step()
+                engine.check()
+                return outputs
+
+            engine.step = checked  # type: ignore[method-assign]
+
+            async def ask_all(server: Served = server) -> list[Any]:
+                async with connected(server) as client:
+                    asked = [client.post("/v1/completions", json=body | {"prompt": prompt}) for prompt in prompts]
+                    return [reply.json() for reply in await asyncio.gather(*asked)]
+
+            answers.append(asyncio.run(ask_all()))
+            settle(server)
+    cached, plain = ([reply["choices"][0]["token_ids"] for reply in replies] for replies in answers)
+    assert cached == plain
+    used = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in answers[0]]
+    assert sum(used) > 9 * len(beginning)
+
+
 def test_who_waits_too_long_is_told_so(tiny_model: Path) -> None:
     with serving(tiny_model, {"max_num_seqs": 1}, timeout=0.4) as server:
 
