@@ -17,6 +17,7 @@ from freewheel.bench.shapes import SHAPES, STD, DummyWeights, dummy_model, shape
 from freewheel.bench.steps import (
     Activity,
     Between,
+    Recorded,
     StepProfile,
     activities_of,
     between_graphs,
@@ -24,6 +25,7 @@ from freewheel.bench.steps import (
     profile_steps,
     summarise,
     union,
+    waits_of,
 )
 from freewheel.bench.systems import (
     SETTLED,
@@ -166,7 +168,7 @@ def test_a_profile_tells_what_ran_and_for_which_part_of_the_time() -> None:
         Activity("Memcpy DtoH (Device -> Pinned)", 5000, 6000, 7),
         Activity("product", 9000, 11000, 8),
     ]
-    profile = summarise(activities, batch=8, steps=2)
+    profile = summarise(Recorded(activities, waits=1.5), batch=8, steps=2)
     assert (profile.batch, profile.steps) == (8, 2)
     assert (profile.kernels, profile.copies) == (1.5, 0.5)
     assert (profile.inside, profile.between, profile.occupancy) == (0.6, None, 0.6)
@@ -175,14 +177,15 @@ def test_a_profile_tells_what_ran_and_for_which_part_of_the_time() -> None:
     assert list(profile.kernel_us) == ["product", "draw", "Memcpy DtoH (Device -> Pinned)"]
     assert profile.kernel_us["product"] == 2.0
     assert profile.kernel_counts["product"] == 1.0
-    fed = summarise(activities, 8, 2, Between(0.5, 7.0))  # the gap of 3 is between a graph and what was launched alone
+    assert profile.waits == 1.5
+    fed = summarise(Recorded(activities), 8, 2, Between(0.5, 7.0))  # the gap of 3 is outside of graphs
     assert (fed.inside, fed.occupancy) == (pytest.approx(4 / 5), pytest.approx(2 / 5))
     assert fed.step_ms == profile.step_ms
     with pytest.raises(RuntimeError, match="saw nothing"):
-        summarise([], 8, 2, Between(0.5, 7.0))
+        summarise(Recorded(), 8, 2, Between(0.5, 7.0))
     assert (fed.between, fed.longest_gap_us) == (0.5, 7.0)
     with pytest.raises(RuntimeError, match="saw nothing"):
-        summarise([], batch=8, steps=2)
+        summarise(Recorded(), batch=8, steps=2)
 
 
 def test_gaps_between_graphs_are_those_between_their_events() -> None:
@@ -228,6 +231,27 @@ def test_only_what_ran_on_the_device_counts() -> None:
 
     events = [Event("cudaGraphLaunch", "CPU"), Event("draw", "CUDA"), Event("Engine.step", "CUDA", annotation=True)]
     assert activities_of(events) == [Activity("draw", 10, 15, 3)]
+
+
+def test_calls_that_wait_for_the_device_are_counted_up_to_the_last_graph() -> None:
+    @dataclass
+    class Event:
+        what: str
+        at: int
+
+        def name(self) -> str:
+            return self.what
+
+        def start_ns(self) -> int:
+            return self.at
+
+    def waits(*names: str) -> float | None:
+        return waits_of(Event(name, at) for at, name in enumerate(names))
+
+    graph, wait = "cudaGraphLaunch", "cudaEventSynchronize"
+    assert waits(graph, graph, wait, graph, wait, wait, "cudaDeviceSynchronize") == pytest.approx(1 / 3)
+    assert waits(graph, "Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pinned -> Device)", graph) == 0.5
+    assert waits(wait, "cudaLaunchKernel") is None
 
 
 def test_the_engine_is_driven_alone(setup: Setup) -> None:
@@ -509,7 +533,7 @@ def test_on_a_cuda_device_the_floor_comes_first(
             result = DecodeResult(system, setup.dtype, batch, 100.0 * batch, 10.0, 5000.0, 25.6, 2.0, 800.0)
             yield replace(result, device_mb=900.0, warmup_s=3.0, host_us=55.0 if freewheel else None)
         if freewheel:
-            yield summarise([Activity("draw", 0, 3), Activity("draw", 5, 7)], 1, 2)
+            yield summarise(Recorded([Activity("draw", 0, 3), Activity("draw", 5, 7)]), 1, 2)
         raise RuntimeError("that was all")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

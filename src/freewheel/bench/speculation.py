@@ -64,6 +64,7 @@ class SpeculationResult:
         draft_rows: rows a token that were computed for drafts; wasted: those of them that were rejected.
         equal: share of the requests that got the same tokens both ways.
         steps: on CUDA devices with graphs, what the device did with speculation once each prompt had its first token.
+        plain_waits: what ``steps.waits`` is without speculation.
     """
 
     workload: str
@@ -77,6 +78,7 @@ class SpeculationResult:
     wasted: float
     equal: float
     steps: "StepProfile | None" = None
+    plain_waits: float | None = None
 
 
 def workload(name: str, model: "LoadedModel", batch: int, longest: int) -> "list[Request]":
@@ -171,9 +173,18 @@ def profile_steps(engine: "Engine", device: str, requests: "Sequence[Request]") 
                 fed.append(between)
     if not fed:
         return None
-    with profiled(device) as activities:
+    with profiled(device) as recorded:
         generate(engine, requests)
-    return summarise(activities, len(requests), 1, Between.over(fed))
+    return summarise(recorded, len(requests), 1, Between.over(fed))
+
+
+def host_waits(engine: "Engine", device: str, requests: "Sequence[Request]") -> float | None:
+    """See :func:`freewheel.bench.steps.waits_of`."""
+    from freewheel.bench.steps import profiled
+
+    with profiled(device) as recorded:
+        generate(engine, requests)
+    return recorded.waits
 
 
 def measure(
@@ -211,7 +222,14 @@ def measure(
         wasted=counted.wasted / generated,
         equal=statistics.mean(told[False][key] == told[True][key] for key in told[True]),
         steps=steps,
+        plain_waits=host_waits(engines[False], device, requests) if steps else None,
     )
+
+
+def steps_line(steps: "StepProfile", plain_waits: float | None) -> str:
+    """How the device was fed, and how often the host waited for each graph, with drafts and without."""
+    waits = f"{steps.waits or 0:.2f} / {plain_waits or 0:.2f}"
+    return f"{steps.inside:9.1%}{steps.between or 0:9.1%}{steps.occupancy:11.1%}{waits:>12}"
 
 
 def steps_of(seconds: Mapping[tuple[int, int], float], batch: int) -> str:
@@ -243,10 +261,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--draft-{name}", type=int, metavar="N", help=f"of a draft, {text} (default: the engine's)"
         )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a Chrome trace of one more run of the last line, with drafts"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure each workload at each batch size, print a line for each, and write JSON."""
+    from freewheel.bench.steps import traced
     from freewheel.config import EngineConfig
     from freewheel.engine.build import build_engine
     from freewheel.models.load import load
@@ -281,7 +303,7 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"{'workload':10}{'batch':>6}{'plain tok/s':>13}{'drafted tok/s':>15}{'ratio':>7}{'accepted':>10}"
         f"{'draft rows':>12}{'wasted':>8}{'equal':>7}"
-        + (f"{'inside':>9}{'between':>9}{'occupancy':>11}" if args.device != "cpu" else "")
+        + (f"{'inside':>9}{'between':>9}{'occupancy':>11}{'waits':>12}" if args.device != "cpu" else "")
     )
     results = []
     for name in workloads:
@@ -293,10 +315,15 @@ def run(args: argparse.Namespace) -> None:
             print(
                 f"{name:10}{batch:6}{result.plain:13.1f}{result.drafted:15.1f}{result.ratio:7.2f}"
                 f"{result.acceptance_length:10.2f}{result.draft_rows:12.2f}{result.wasted:8.2f}{result.equal:7.0%}"
-                + (f"{steps.inside:9.1%}{steps.between or 0:9.1%}{steps.occupancy:11.1%}" if steps else ""),
+                + (steps_line(steps, result.plain_waits) if steps else ""),
                 flush=True,
             )
+    if args.trace:
+        with traced(args.device, args.trace):
+            generate(engines[True], workload(workloads[-1], model, batches[-1], args.output))
     print("accepted: tokens a request and step. Draft rows, and those wasted, for each token of the output.")
+    if args.device != "cpu":
+        print("waits: of the host for the device, for each graph that it launches, with drafts and without.")
     if args.json:
         report = {"machine": machine.describe(), "model": args.model, "dtype": args.dtype, "output": args.output}
         report |= {"device": args.device, "repeats": args.repeats, "drafts": drafts, "results": results}

@@ -10,7 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ STEPS = 50
 REHEARSED = 5  # steps under a profiler before the one that counts, which then finds itself set up
 TRACED = 10
 COPIES = ("Memcpy", "Memset")  # how the profiler's names of copies and fills begin
+WAITS = ("cudaEventSynchronize", "cudaStreamSynchronize", "cudaDeviceSynchronize")  # calls of the host
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class StepProfile:
         kernel_us: microseconds a step by kernel, those that take longest first; side by side they add up to more than
             passes.
         kernel_counts: runs of each a step.
+        waits: see :func:`waits_of`.
         variant: of the engine, if there are several.
     """
 
@@ -58,6 +60,7 @@ class StepProfile:
     longest_gap_us: float
     kernel_us: dict[str, float]
     kernel_counts: dict[str, float]
+    waits: float | None = None
     variant: str = ""
 
 
@@ -69,6 +72,14 @@ class Activity:
     start: int
     end: int
     launch: int = 0
+
+
+@dataclass
+class Recorded:
+    """What the profiler saw: all that ran on the device, and how often the host waited for it."""
+
+    activities: list[Activity] = field(default_factory=list)
+    waits: float | None = None
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -135,26 +146,27 @@ def between_graphs(events: Sequence[Any]) -> Between | None:
 
 
 @contextmanager
-def profiled(device: str) -> Iterator[list[Activity]]:
-    """What runs on the device meanwhile, known at the end."""
+def profiled(device: str) -> Iterator[Recorded]:
+    """What happens meanwhile, known at the end."""
     from torch.profiler import ProfilerActivity, profile
 
     wait_for(device)
-    activities: list[Activity] = []
+    recorded = Recorded()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        yield activities
+        yield recorded
         wait_for(device)
     results = profiler.profiler and profiler.profiler.kineto_results
     assert results is not None
-    activities += activities_of(results.events())
+    recorded.activities, recorded.waits = activities_of(results.events()), waits_of(results.events())
 
 
-def summarise(activities: Sequence[Activity], batch: int, steps: int, between: Between | None = None) -> StepProfile:
+def summarise(recorded: Recorded, batch: int, steps: int, between: Between | None = None) -> StepProfile:
     """What ``steps`` steps did on the device, and how others were fed if they are graphs.
 
     Raises:
         RuntimeError: nothing at all.
     """
+    activities = recorded.activities
     if not activities:
         raise RuntimeError("torch's profiler saw nothing on the device")
     launches: dict[int, list[Activity]] = defaultdict(list)
@@ -181,6 +193,7 @@ def summarise(activities: Sequence[Activity], batch: int, steps: int, between: B
         longest_gap_us=max(max(gaps, default=0) / 1e3, between.longest_gap_us if between else 0.0),
         kernel_us={name: time / steps / 1e3 for name, time in times.most_common()},
         kernel_counts={name: counts[name] / steps for name, _ in times.most_common()},
+        waits=recorded.waits,
     )
 
 
@@ -220,11 +233,11 @@ def profile_steps(system: FreewheelEngine, prompts: Sequence[list[int]], output:
     with profiled(system.device):
         for _ in range(REHEARSED):
             system.engine.step()
-    with profiled(system.device) as activities:
+    with profiled(system.device) as recorded:
         for _ in range(steps):
             system.engine.step()
     system.drain()
-    return summarise(activities, len(prompts), steps, between)
+    return summarise(recorded, len(prompts), steps, between)
 
 
 def activities_of(events: Iterable[Any]) -> list[Activity]:
@@ -236,22 +249,40 @@ def activities_of(events: Iterable[Any]) -> list[Activity]:
     ]
 
 
+def waits_of(events: Iterable[Any]) -> float | None:
+    """How often the host waited for the device, for each graph that it launched: by calls, and by copies of memory that
+    is not pinned. What came after the last graph does not count; None if there was none."""
+    events = list(events)
+    launches = [event.start_ns() for event in events if event.name() == "cudaGraphLaunch"]
+    waits = [event.start_ns() for event in events if event.name() in WAITS or "Pageable" in event.name()]
+    return sum(wait < max(launches) for wait in waits) / len(launches) if launches else None
+
+
+@contextmanager
+def traced(device: str, path: Path) -> Iterator[None]:
+    """Write a Chrome trace of what happens meanwhile, on host and device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    wait_for(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        yield
+        wait_for(device)
+    profiler.export_chrome_trace(str(path))
+
+
 def trace_steps(system: FreewheelEngine, prompts: Sequence[list[int]], output: int, path: Path) -> None:
     """Write a Chrome trace of early steps of decoding, host and device.
 
     Raises:
         ValueError: ``output`` tokens leave no step in which all prompts decode.
     """
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.profiler import record_function
 
     steps = min(TRACED, system.start(prompts, output))
     if steps < 1:
         raise ValueError(f"trace: {output} output tokens leave no step in which all prompts decode")
-    wait_for(system.device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with traced(system.device, path):
         for _ in range(steps):
             with record_function("Engine.step"):
                 system.engine.step()
-        wait_for(system.device)
     system.drain()
-    profiler.export_chrome_trace(str(path))

@@ -1,5 +1,6 @@
 """How much to draft, from what, and what came of it: on the host, which knows every token, and on a device."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Run
 from functools import lru_cache
@@ -17,7 +18,7 @@ from freewheel.speculative import Acceptance, Budget, DraftTree, NgramIndex, Spe
 LATEST = 0.05  # what the latest step counts in an average of steps
 GUESS = 0.25  # what the guess counts, beside the variance of the rows
 FINENESS = 4  # costs of a row that are told apart, to the double
-WORTH = 1.02  # what drafts have to bring, relative to steps without
+WORTH = 1.05  # what drafts have to bring, relative to steps without: of many plans the best looks better than it is
 REVIEWED = 8  # sequences that are looked at again, on average, in a step
 FORGOTTEN = 1 / 256  # of how much slower a step was than others, with each of those
 SHORTEST_PAUSE, LONGEST_PAUSE = 4, 64  # between guesses, in steps
@@ -191,6 +192,7 @@ class StepTimes:
         self._measured, self._nodes, self._most_rows = measured, nodes, most_rows
         self._keys: dict[int, list[tuple[int, int]]] = {}  # of steps, by the sequences they are made for
         self._slowness: dict[tuple[int, int], float] = {}  # relative to what was measured
+        self._seen: Counter[tuple[int, int]] = Counter()  # how many times told of it
         self._host: dict[tuple[int, int], float] = {}
 
     def of(self, sequences: int) -> list[tuple[int, float]]:
@@ -212,7 +214,11 @@ class StepTimes:
         """
         key = draft_step(sequences, nodes, self._nodes, self._most_rows) if drafts else (bucket_for(sequences), 0)
         slowness = self._slow(key)
-        self._slowness[key] = slowness if device is None else _toward(slowness, device / self._idle(key))
+        self._slowness[key] = slowness
+        if device is not None:  # what idle rows took counts as three such steps
+            self._seen[key] += 1
+            share = max(LATEST, 1 / (3 + self._seen[key]))
+            self._slowness[key] = _toward(slowness, device / self._idle(key), share)
         self._host[key] = _toward(self._host.get(key, min(host, slowness * self._idle(key))), host)
         for times in (self._slowness, self._host):
             for other in times:
@@ -229,9 +235,9 @@ class StepTimes:
         return self._measured[key] if key in self._measured else _guessed_seconds(key[1] or key[0])
 
 
-def _toward(known: float, seen: float) -> float:
+def _toward(known: float, seen: float, share: float = LATEST) -> float:
     """Anything may hold up a step. And a context that grows lets its time grow slowly."""
-    return known + LATEST * (min(max(seen, known / 2), 2 * known) - known)
+    return known + share * (min(max(seen, known / 2), 2 * known) - known)
 
 
 class DeviceDrafting:

@@ -65,7 +65,8 @@ def _weights(weight, n, present, start, INPUTS: tl.constexpr, COLUMNS: tl.conste
     inside = present[:, None]
     if INPUTS % SHARE != 0:
         inside = inside & (k < INPUTS)[None, :]
-    return tl.load(weight + n.to(tl.int64)[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
+    at = weight + n.to(tl.int64)[:, None] * INPUTS + k[None, :]
+    return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")  # it is not read again in this step
 
 
 @triton.jit
