@@ -33,7 +33,7 @@ for part in "${@:-tests}"; do
     case $part in
     tests)
         workers=""
-        python3 -c "import xdist" 2>/dev/null && workers="-n 14"
+        python3 -c "import xdist" 2>/dev/null && workers="-n 14 --dist worksteal"
         # Whatever has kernels: what is interpreted elsewhere runs for real here.
         python3 -m pytest -q --tb=short -p no:cacheprovider $workers $(grep -rlE --include='test_*.py' "mark.gpu|importorskip\(.triton|fused: bool" tests) \
             >"$OUT/tests.log" 2>&1 || failed=1

@@ -58,6 +58,14 @@ def scores(output: RequestOutput) -> list[float]:
     return [value for id, entry in pairs for value in (len(entry), entry[id].logprob)]
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not holds():
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(poll(), 120)
+
+
 async def ask_all(engine: AsyncEngine) -> list[RequestOutput]:
     """All at once, and one more that is cut by a stop string which its text is known to have."""
     outputs = await asyncio.gather(*(ask(engine, prompt, params) for prompt, params in ASKED))
@@ -74,15 +82,13 @@ def test_replies_are_those_of_a_thread_and_of_the_offline_api(tiny_model: Path) 
                 with pytest.raises(ValueError, match="longest sequence is 256"):
                     await ask(engine, [1] * 300, LONG)
                 streams = [asyncio.create_task(ask(engine, "a", LONG, request_id=str(i))) for i in range(20)]
-                while engine.stats.waiting == 0:
-                    await asyncio.sleep(0.001)
+                await until(lambda: engine.stats.waiting > 0)
                 assert engine.stats.running == 8
                 for i in range(20):
                     engine.abort(str(i))
                 ends = await asyncio.gather(*streams)
                 assert {end.outputs[0].finish_reason for end in ends} == {"abort"}
-                while engine.stats.running or engine.stats.waiting or engine.stats.pages_in_use:
-                    await asyncio.sleep(0.001)
+                await until(lambda: engine.stats[:2] == (0, 0) and not engine.stats.pages_in_use)
             assert process._process.poll() == 0, "it ended by itself, and well"
         return outputs
 
@@ -110,8 +116,7 @@ def test_signals_leave_it_alone_but_for_the_last_one(tiny_model: Path, caplog: p
             assert not engine.dead
             many = SamplingParams(n=500, **SEEDED)
             streams = [asyncio.create_task(ask(engine, "a", many)) for _ in range(3)]
-            while engine.stats.running == 0:
-                await asyncio.sleep(0.001)
+            await until(lambda: engine.stats.running > 0)
             os.kill(process.pid, signal.SIGKILL)
             for output in await asyncio.gather(*streams):
                 assert output.finished

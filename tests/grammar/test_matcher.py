@@ -183,6 +183,35 @@ def test_a_node_that_breaks_the_library_takes_no_other_with_it() -> None:
         assert permitted(at) == {a}
 
 
+class Panic(BaseException):
+    """What the library raises where it finds itself in disorder."""
+
+
+class Disorder:
+    def __getattr__(self, name: str) -> Any:
+        raise Panic("index out of bounds\nin parser.rs")
+
+
+@pytest.mark.parametrize("asked", ["advance", "forced", "prune", "fill"])
+def test_a_panic_of_the_library_ends_its_own_sequence_alone(asked: str, compiler: Compiler) -> None:
+    grammar, draft = Grammar("regex", "[ab]+"), DraftTree((5, 6), (-1, 0))
+    at, other = matcher(compiler, grammar), matcher(compiler, grammar)
+    free = permitted(other)
+    at._state = Disorder()
+    masks = np.full((1, at._grammar.words), -1, np.int32)
+    answers = {
+        "advance": lambda: at.advance(5),
+        "forced": lambda: at.forced(4),
+        "prune": lambda: at.prune(draft),
+        "fill": lambda: at.fill(masks),
+    }
+    assert answers[asked]() == {"advance": False, "forced": [], "prune": draft, "fill": None}[asked]
+    assert at.error == "the grammar cannot go on: index out of bounds"
+    at.fill(masks)
+    assert not masks.any()
+    assert permitted(other) == free != set()
+
+
 def test_what_the_grammar_forbids_is_cut_from_a_draft(compiler: Compiler, tokenizer: Tokenizer) -> None:
     a, b, end = *tokenizer.encode_within("a"), *tokenizer.encode_within("b"), ENDS[0]
     at = matcher(compiler, Grammar.regex("a(a|b)*"))

@@ -1,8 +1,9 @@
 """A sequence's place in its grammar."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from time import thread_time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +14,31 @@ if TYPE_CHECKING:
     from freewheel.grammar.compiler import CompiledGrammar
 
 # Seconds of a processor. The library's limits bound a step, but an ambiguous grammar may take long at every one, for
-# which all neighbours wait. A matcher may take EARNED for each mask, and DEBT more in all.
+# which all neighbours wait. A matcher may take EARNED for each mask, for all that it is asked, and DEBT more in all.
 EARNED, DEBT = 0.005, 1.0
 
 MAX_MESSAGE = 300
 
 ROOT = DraftTree()
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _contained(method: "Callable[Concatenate[Matcher, P], T]") -> "Callable[Concatenate[Matcher, P], T]":
+    """Let a panic of the library, which is no Exception, end the sequence and not the step of all."""
+
+    @wraps(method)
+    def call(self: "Matcher", *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            self._give_up(str(error))
+            return method(self, *args, **kwargs)  # which asks the library nothing more
+
+    return call
 
 
 class Matcher:
@@ -47,6 +67,7 @@ class Matcher:
         """Whether the grammar is satisfied, and nothing can follow."""
         return not self.ended and self.error is None and self._state.is_stopped()
 
+    @_contained
     def advance(self, token: int) -> bool:
         """Take in the next token; an end from which the sequence goes on frees it. Returns :attr:`complete`."""
         if self.ended or self.error is not None:
@@ -62,6 +83,7 @@ class Matcher:
             self._fail()
         return self.complete
 
+    @_contained
     def forced(self, most: int) -> list[int]:
         """Tokens that are likely to follow, as the grammar leaves no other text, up to so many.
 
@@ -69,15 +91,20 @@ class Matcher:
         """
         if most < 1 or self.ended or self.error is not None or self._state.is_stopped():
             return []
+        began = thread_time()
         data = self._state.compute_ff_bytes()
+        self._charge(began, 0)
         text = data.decode("utf-8", "ignore")  # it may end within a character
         return self._grammar.encode(text)[:-1][:most] if data.startswith(text.encode()) else []
 
+    @_contained
     def prune(self, tree: DraftTree) -> DraftTree:
         """A draft without the nodes that the grammar forbids, and without ends: nothing needs to follow them."""
         if self.ended or self.error is not None:
             return tree
+        began = thread_time()
         legal = sorted(row for row in self._visit(tree) if row)
+        self._charge(began, 0)
         if len(legal) == len(tree.tokens):
             return tree
         place = {row: node for node, row in enumerate([0, *legal], -1)}
@@ -85,6 +112,7 @@ class Matcher:
             tuple(tree.tokens[row - 1] for row in legal), tuple(place[tree.parents[row - 1] + 1] for row in legal)
         )
 
+    @_contained
     def fill(self, masks: NDArray[np.int32], tree: DraftTree = ROOT) -> None:
         """Set the bits of the ids that may follow each row of a draft that :meth:`prune` has seen.
 
@@ -160,8 +188,11 @@ class Matcher:
             self.error = "the grammar takes too long: it is too ambiguous"
 
     def _fail(self) -> None:
-        said = (self._state.get_error().strip().splitlines() or ["the token does not belong there"])[0]
-        self.error = f"the grammar cannot go on: {said[:MAX_MESSAGE]}"
+        self._give_up(self._state.get_error() or "the token does not belong there")
+
+    def _give_up(self, said: str) -> None:
+        first = (said.strip().splitlines() or ["its library failed"])[0]
+        self.error = f"the grammar cannot go on: {first[:MAX_MESSAGE]}"
         self._grammar.worn = True
 
 
