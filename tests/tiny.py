@@ -8,6 +8,7 @@ START = "<|start|>"
 TEMPLATE = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+    "{{ tone }}"
 )
 
 

@@ -315,6 +315,31 @@ def test_a_full_server_says_so_before_any_work_and_takes_requests_again(tiny_mod
         assert server.client.completions.create(model="tiny", prompt="Hi", max_tokens=1).choices
 
 
+def test_the_more_urgent_comes_first(tiny_model: Path) -> None:
+    ended: list[str] = []
+    with serving(tiny_model, {"max_num_seqs": 1}) as server:
+
+        async def ask(client: httpx.AsyncClient, name: str, priority: int) -> None:
+            body = {"prompt": name, "max_tokens": 100, "ignore_eos": True, "priority": priority}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            ended.append(name)
+
+        async def ask_in_turn() -> None:
+            async with connected(server) as client:
+                asked: list[asyncio.Task[None]] = []
+                for number, (name, priority) in enumerate({"first": 0, "late": 5, "soon": 1, "now": -1}.items()):
+                    asked.append(asyncio.create_task(ask(client, name, priority)))
+                    while server.engine.num_running + server.engine.num_waiting + len(ended) <= number:
+                        await asyncio.sleep(0.001)
+                await asyncio.gather(*asked)
+
+        asyncio.run(ask_in_turn())
+        settle(server)
+    assert sorted(ended) == ["first", "late", "now", "soon"]
+    assert ended.index("soon") < ended.index("late")
+    assert ended.index("now") < ended.index("soon")
+
+
 def test_prompts_that_begin_alike_get_what_they_get_without_a_cache(tiny_model: Path) -> None:
     """Started together, in chunks, with many short ones that take pages again as they are let go."""
     beginning = [number * 7 % 250 for number in range(150)]
