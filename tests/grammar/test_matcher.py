@@ -212,6 +212,16 @@ def test_a_panic_of_the_library_ends_its_own_sequence_alone(asked: str, compiler
     assert permitted(other) == free != set()
 
 
+def test_a_panic_before_the_first_token_is_an_error_of_the_sequence(compiler: Compiler) -> None:
+    compiled = compiler.compile(Grammar("regex", "[ab]+"))
+    compiled.start = Disorder()
+    at = compiled.matcher(ENDS)
+    assert at.error == "the grammar cannot go on: index out of bounds"
+    assert permitted(at) == set()
+    assert not at.complete
+    assert compiler.compile(Grammar("regex", "[ab]+")).matcher(ENDS).error is None  # made anew
+
+
 def test_what_the_grammar_forbids_is_cut_from_a_draft(compiler: Compiler, tokenizer: Tokenizer) -> None:
     a, b, end = *tokenizer.encode_within("a"), *tokenizer.encode_within("b"), ENDS[0]
     at = matcher(compiler, Grammar.regex("a(a|b)*"))

@@ -52,7 +52,6 @@ class Matcher:
     def __init__(self, grammar: "CompiledGrammar", end_ids: Iterable[int]) -> None:
         """See :meth:`CompiledGrammar.matcher`."""
         self._grammar = grammar
-        self._state: Any = grammar.start.deep_copy()
         self._tokens: list[int] = []
         self._end_ids = frozenset(end_ids)
         self._ends = _bits(self._end_ids, grammar.words)
@@ -61,6 +60,13 @@ class Matcher:
         self._debt = 0.0
         self.ended = False
         self.error: str | None = None
+        self._state: Any = None
+        self._begin()
+
+    @_contained
+    def _begin(self) -> None:
+        if self.error is None:
+            self._state = self._grammar.start.deep_copy()
 
     @property
     def complete(self) -> bool:
