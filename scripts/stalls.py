@@ -34,6 +34,7 @@ LARGE: dict[str, tuple[str, Any]] = {
 }
 STREAM = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "stream": True}
 TIMES = 10
+ALONE = "streams alone"
 JSON = {"content-type": "application/json"}
 
 
@@ -76,12 +77,13 @@ async def load(url: str, streams: int) -> dict[str, tuple[float, float]]:
         async def stream() -> None:
             while True:
                 async with client.stream("POST", "/v1/completions", json=STREAM) as reply:
+                    reply.raise_for_status()
                     async for _ in reply.aiter_raw():
                         pass
 
         others = [asyncio.create_task(stream()) for _ in range(streams)]
         await asyncio.sleep(5)
-        when["streams alone"] = time.monotonic() - 3, time.monotonic()
+        when[ALONE] = time.monotonic() - 3, time.monotonic()
         for name, (path, body) in LARGE.items():
             data = json.dumps(body).encode()
             began = time.monotonic()
@@ -89,7 +91,9 @@ async def load(url: str, streams: int) -> dict[str, tuple[float, float]]:
             when[f"{name}, {len(data) / MB:.1f} MB: {', '.join(map(str, codes))}"] = began, time.monotonic()
         for other in others:
             other.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        for end in await asyncio.gather(*others, return_exceptions=True):
+            if not isinstance(end, asyncio.CancelledError):
+                raise RuntimeError("a stream came to an end before the requests did") from end
     return when
 
 
@@ -110,13 +114,15 @@ def main() -> None:
         notes = Path(folder) / "late"
         options = ["-m", args.model, "--port", args.port, "--max-body", args.max_body]
         command = [sys.executable, __file__, "--serve", str(notes), *options, "--max-num-seqs", str(args.streams)]
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+        with subprocess.Popen(command) as server:
             while server.poll() is None:
                 try:
                     httpx.get(f"{url}/health")
                     break
                 except httpx.TransportError:
                     time.sleep(0.2)
+            else:
+                sys.exit("the server did not start")
             try:
                 when = asyncio.run(load(url, args.streams))
             finally:
@@ -124,9 +130,10 @@ def main() -> None:
         late = array.array("d", notes.read_bytes())
     print(f"{'':48}{'ms each':>9}{'p50 late':>10}{'p99':>8}{'max':>8}  ms")
     for name, (began, ended) in when.items():
-        own = sorted(late for at, late in zip(late[::2], late[1::2]) if began - 0.05 <= at <= ended)
+        own = sorted(by for at, by in zip(late[::2], late[1::2]) if at <= ended and at + by >= began)
         p50, p99, most = (own[min(int(len(own) * share), len(own) - 1)] * 1e3 for share in (0.5, 0.99, 1.0))
-        print(f"{name:48}{(ended - began) / TIMES * 1e3:9.0f}{p50:10.1f}{p99:8.1f}{most:8.1f}")
+        each = (ended - began) / TIMES * 1e3 if name != ALONE else 0.0
+        print(f"{name:48}{each:9.0f}{p50:10.1f}{p99:8.1f}{most:8.1f}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are the parallelism: more
 
 import random
 import shutil
+import signal
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,9 @@ import torch
 from hypothesis import settings
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny_llama
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported

@@ -250,7 +250,7 @@ def test_calls_that_wait_for_the_device_are_counted_up_to_the_last_graph() -> No
 
     graph, wait = "cudaGraphLaunch", "cudaEventSynchronize"
     assert waits(graph, graph, wait, graph, wait, wait, "cudaDeviceSynchronize") == pytest.approx(1 / 3)
-    assert waits(graph, "Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pinned -> Device)", graph) == 0.5
+    assert waits(graph, "Memcpy DtoH (Device -> Pageable)", "cudaStreamSynchronize", graph) == 0.5
     assert waits(wait, "cudaLaunchKernel") is None
 
 

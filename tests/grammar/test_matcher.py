@@ -188,35 +188,73 @@ class Panic(BaseException):
 
 
 class Disorder:
+    """A matcher of the library that panics when it is asked for some things, or meets some token."""
+
+    def __init__(self, made: Any, *asked: str, token: int = -1) -> None:
+        self._made, self._asked, self._token = made, asked, token
+
     def __getattr__(self, name: str) -> Any:
-        raise Panic("index out of bounds\nin parser.rs")
+        def call(*arguments: Any) -> Any:
+            if name in self._asked or arguments == ([self._token],):
+                raise Panic("index out of bounds\nin parser.rs")
+            got = getattr(self._made, name)(*arguments)
+            return Disorder(got, *self._asked, token=self._token) if name == "deep_copy" else got
+
+        return call
 
 
-@pytest.mark.parametrize("asked", ["advance", "forced", "prune", "fill"])
-def test_a_panic_of_the_library_ends_its_own_sequence_alone(asked: str, compiler: Compiler) -> None:
-    grammar, draft = Grammar("regex", "[ab]+"), DraftTree((5, 6), (-1, 0))
-    at, other = matcher(compiler, grammar), matcher(compiler, grammar)
+PANICKED = "the grammar cannot go on: index out of bounds"
+
+
+@pytest.mark.parametrize("asked", ["try_consume_tokens", "unsafe_compute_mask_ptr", "is_error"])
+def test_a_panic_of_the_library_ends_its_own_sequence_alone(
+    asked: str, compiler: Compiler, tokenizer: Tokenizer
+) -> None:
+    compiled = compiler.compile(Grammar("regex", "[ab]+"))
+    other, sound = compiled.matcher(ENDS), compiled.start
     free = permitted(other)
-    at._state = Disorder()
-    masks = np.full((1, at._grammar.words), -1, np.int32)
-    answers = {
-        "advance": lambda: at.advance(5),
-        "forced": lambda: at.forced(4),
-        "prune": lambda: at.prune(draft),
-        "fill": lambda: at.fill(masks),
-    }
-    assert answers[asked]() == {"advance": False, "forced": [], "prune": draft, "fill": None}[asked]
-    assert at.error == "the grammar cannot go on: index out of bounds"
-    at.fill(masks)
-    assert not masks.any()
+    compiled.start = Disorder(sound, asked)
+    at = compiled.matcher(ENDS)
+    [token] = tokenizer.encode_within("a")
+    at.forced(4)
+    at.prune(DraftTree((token,), (-1,)))
+    assert permitted(at) == set() or asked == "try_consume_tokens"
+    assert not at.advance(token)
+    assert at.error == PANICKED
+    assert permitted(at) == set()
     assert permitted(other) == free != set()
+
+
+def test_a_node_at_which_the_library_panics_takes_no_other_with_it(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    """Without a draft the sequence would not have met it."""
+    compiled = compiler.compile(Grammar("regex", "[abd]+"))
+    a, b, d = (tokenizer.encode_within(letter)[0] for letter in "abd")
+    sound, draft = compiled.matcher(ENDS), DraftTree((a, b, d, a), (-1, 0, 0, -1))
+    sound.advance(a)
+    compiled.start = Disorder(compiled.start, token=b)
+    at = compiled.matcher(ENDS)
+    at.advance(a)
+    assert at.prune(draft) == DraftTree((a, d, a), (-1, 0, -1))
+    masks, expected = (np.full((5, at._grammar.words), -1, np.int32) for _ in range(2))
+    at.fill(masks, draft)
+    sound.fill(expected, draft)
+    assert not masks[2].any()
+    np.testing.assert_array_equal(np.delete(masks, 2, 0), np.delete(expected, 2, 0))
+    assert at.error is None
+    assert permitted(at) == permitted(sound)
+
+
+def test_a_bug_of_ours_is_no_fault_of_the_grammar(compiler: Compiler) -> None:
+    at = matcher(compiler, Grammar("regex", "[ab]+"))
+    with pytest.raises(IndexError):
+        at.fill(np.zeros((0, at._grammar.words), np.int32))
 
 
 def test_a_panic_before_the_first_token_is_an_error_of_the_sequence(compiler: Compiler) -> None:
     compiled = compiler.compile(Grammar("regex", "[ab]+"))
-    compiled.start = Disorder()
+    compiled.start = Disorder(compiled.start, "deep_copy")
     at = compiled.matcher(ENDS)
-    assert at.error == "the grammar cannot go on: index out of bounds"
+    assert at.error == PANICKED
     assert permitted(at) == set()
     assert not at.complete
     assert compiler.compile(Grammar("regex", "[ab]+")).matcher(ENDS).error is None  # made anew

@@ -318,13 +318,13 @@ def run(args: argparse.Namespace) -> None:
                 + (steps_line(steps, result.plain_waits) if steps else ""),
                 flush=True,
             )
-    if args.trace:
-        with traced(args.device, args.trace):
-            generate(engines[True], workload(workloads[-1], model, batches[-1], args.output))
     print("accepted: tokens a request and step. Draft rows, and those wasted, for each token of the output.")
     if args.device != "cpu":
-        print("waits: of the host for the device, for each graph that it launches, with drafts and without.")
+        print("waits: calls by which the host waits, for each graph that it launches, with drafts and without.")
     if args.json:
         report = {"machine": machine.describe(), "model": args.model, "dtype": args.dtype, "output": args.output}
         report |= {"device": args.device, "repeats": args.repeats, "drafts": drafts, "results": results}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.trace:
+        with traced(args.device, args.trace):
+            generate(engines[True], workload(workloads[-1], model, batches[-1], args.output))

@@ -76,7 +76,7 @@ class Activity:
 
 @dataclass
 class Recorded:
-    """What the profiler saw: all that ran on the device, and how often the host waited for it."""
+    """What the profiler saw: all that ran on the device, and see :func:`waits_of`."""
 
     activities: list[Activity] = field(default_factory=list)
     waits: float | None = None
@@ -250,11 +250,13 @@ def activities_of(events: Iterable[Any]) -> list[Activity]:
 
 
 def waits_of(events: Iterable[Any]) -> float | None:
-    """How often the host waited for the device, for each graph that it launched: by calls, and by copies of memory that
-    is not pinned. What came after the last graph does not count; None if there was none."""
+    """How often the host called what waits for the device, for each graph that it launched; None if it launched none.
+
+    What came after the last graph does not count.
+    """
     events = list(events)
     launches = [event.start_ns() for event in events if event.name() == "cudaGraphLaunch"]
-    waits = [event.start_ns() for event in events if event.name() in WAITS or "Pageable" in event.name()]
+    waits = [event.start_ns() for event in events if event.name() in WAITS]
     return sum(wait < max(launches) for wait in waits) / len(launches) if launches else None
 
 

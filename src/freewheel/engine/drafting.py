@@ -215,10 +215,10 @@ class StepTimes:
         key = draft_step(sequences, nodes, self._nodes, self._most_rows) if drafts else (bucket_for(sequences), 0)
         slowness = self._slow(key)
         self._slowness[key] = slowness
-        if device is not None:  # what idle rows took counts as three such steps
+        if device is not None:  # what idle rows took counts as three such steps, and the first are believed the least
             self._seen[key] += 1
             share = max(LATEST, 1 / (3 + self._seen[key]))
-            self._slowness[key] = _toward(slowness, device / self._idle(key), share)
+            self._slowness[key] = _toward(slowness, device / self._idle(key), share, 2.0 if share == LATEST else 1.2)
         self._host[key] = _toward(self._host.get(key, min(host, slowness * self._idle(key))), host)
         for times in (self._slowness, self._host):
             for other in times:
@@ -235,9 +235,9 @@ class StepTimes:
         return self._measured[key] if key in self._measured else _guessed_seconds(key[1] or key[0])
 
 
-def _toward(known: float, seen: float, share: float = LATEST) -> float:
+def _toward(known: float, seen: float, share: float = LATEST, most: float = 2.0) -> float:
     """Anything may hold up a step. And a context that grows lets its time grow slowly."""
-    return known + share * (min(max(seen, known / 2), 2 * known) - known)
+    return known + share * (min(max(seen, known / most), most * known) - known)
 
 
 class DeviceDrafting:

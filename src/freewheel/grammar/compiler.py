@@ -119,12 +119,13 @@ class Compiler:
         try:
             source = _source(grammar)
             start = LLMatcher(self._known, source, log_level=0, limits=LLParserLimits(**LIMITS))
+            said = start.get_error() if start.is_error() else None
         except (GrammarError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library's own panics are no Exception
             raise ValueError(f"grammar cannot be compiled: {str(error)[:MAX_MESSAGE]}") from None
-        if start.is_error():
-            raise ValueError(f"grammar cannot be compiled: {start.get_error().strip().splitlines()[0][:MAX_MESSAGE]}")
+        if said is not None:
+            raise ValueError(f"grammar cannot be compiled: {said.strip().splitlines()[0][:MAX_MESSAGE]}")
         compiled = CompiledGrammar(start, self._vocab_size, self._tokenizer.encode_within)
         first = compiled.matcher([])
         first.fill(np.empty((1, compiled.words), np.int32))

@@ -1,9 +1,8 @@
 """A sequence's place in its grammar."""
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
+from collections.abc import Iterable, Iterator
 from time import thread_time
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,24 +20,50 @@ MAX_MESSAGE = 300
 
 ROOT = DraftTree()
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
+class _State:
+    """A copy of the library's matcher, in which a panic, which is no ``Exception``, is an error like any other."""
 
-def _contained(method: "Callable[Concatenate[Matcher, P], T]") -> "Callable[Concatenate[Matcher, P], T]":
-    """Let a panic of the library, which is no Exception, end the sequence and not the step of all."""
+    def __init__(self, start: Any) -> None:
+        self._panic: str | None = None
+        self._made: Any = start
+        self._made = self._call(None, "deep_copy")
 
-    @wraps(method)
-    def call(self: "Matcher", *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(self, *args, **kwargs)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            self._give_up(str(error))
-            return method(self, *args, **kwargs)  # which asks the library nothing more
+    def _call(self, broken: Any, name: str, *arguments: Any) -> Any:
+        """What the library answers, or ``broken``."""
+        if self._panic is None:
+            try:
+                return getattr(self._made, name)(*arguments)
+            except (Exception, KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as panic:
+                self._panic = str(panic)
+        return broken
 
-    return call
+    def is_error(self) -> bool:
+        return self._call(True, "is_error")
+
+    def error(self) -> str:
+        return self._call(None, "get_error") or self._panic or ""
+
+    def is_stopped(self) -> bool:
+        return self._call(False, "is_stopped")
+
+    def takes(self, token: int) -> bool:
+        """Whether it may come next; then it is taken in."""
+        return self._call(0, "try_consume_tokens", [token]) == 1
+
+    def follow(self, tokens: list[int]) -> None:
+        self._call(False, "consume_tokens", tokens)
+
+    def rollback(self, count: int) -> None:
+        self._call(False, "rollback", count)
+
+    def forced(self) -> bytes:
+        return self._call(b"", "compute_ff_bytes")
+
+    def mask(self, words: NDArray[np.uint32]) -> None:
+        self._call(None, "unsafe_compute_mask_ptr", words.ctypes.data, words.nbytes)
 
 
 class Matcher:
@@ -60,20 +85,15 @@ class Matcher:
         self._debt = 0.0
         self.ended = False
         self.error: str | None = None
-        self._state: Any = None
-        self._begin()
-
-    @_contained
-    def _begin(self) -> None:
-        if self.error is None:
-            self._state = self._grammar.start.deep_copy()
+        self._state = _State(grammar.start)
+        if self._state.is_error():
+            self._fail()
 
     @property
     def complete(self) -> bool:
         """Whether the grammar is satisfied, and nothing can follow."""
         return not self.ended and self.error is None and self._state.is_stopped()
 
-    @_contained
     def advance(self, token: int) -> bool:
         """Take in the next token; an end from which the sequence goes on frees it. Returns :attr:`complete`."""
         if self.ended or self.error is not None:
@@ -82,14 +102,13 @@ class Matcher:
             self.ended = True
             return False
         began = thread_time()
-        legal = self._state.try_consume_tokens([token]) == 1
+        legal = self._state.takes(token)
         self._tokens.append(token)
         self._charge(began, 0)
         if not legal:
             self._fail()
         return self.complete
 
-    @_contained
     def forced(self, most: int) -> list[int]:
         """Tokens that are likely to follow, as the grammar leaves no other text, up to so many.
 
@@ -98,12 +117,11 @@ class Matcher:
         if most < 1 or self.ended or self.error is not None or self._state.is_stopped():
             return []
         began = thread_time()
-        data = self._state.compute_ff_bytes()
+        data = self._state.forced()
         self._charge(began, 0)
         text = data.decode("utf-8", "ignore")  # it may end within a character
         return self._grammar.encode(text)[:-1][:most] if data.startswith(text.encode()) else []
 
-    @_contained
     def prune(self, tree: DraftTree) -> DraftTree:
         """A draft without the nodes that the grammar forbids, and without ends: nothing needs to follow them."""
         if self.ended or self.error is not None:
@@ -118,7 +136,6 @@ class Matcher:
             tuple(tree.tokens[row - 1] for row in legal), tuple(place[tree.parents[row - 1] + 1] for row in legal)
         )
 
-    @_contained
     def fill(self, masks: NDArray[np.int32], tree: DraftTree = ROOT) -> None:
         """Set the bits of the ids that may follow each row of a draft that :meth:`prune` has seen.
 
@@ -148,7 +165,7 @@ class Matcher:
 
     def _fill(self, mask: NDArray[np.int32]) -> bool:
         """The mask where the state stands, which must be zero; False if there is none."""
-        self._state.unsafe_compute_mask_ptr(self._found.ctypes.data, self._found.nbytes)
+        self._state.mask(self._found)
         if self._state.is_error():
             return False
         end = self._grammar.vocab_size
@@ -173,19 +190,25 @@ class Matcher:
             if at > above:
                 state.rollback(at - above)
             elif at < above:  # the state was made anew
-                state.consume_tokens(_path(tree, tree.parents[row - 1]))
+                state.follow(_path(tree, tree.parents[row - 1]))
             at = above
             token = tree.tokens[row - 1]
-            if token not in self._end_ids and state.try_consume_tokens([token]) == 1:
+            if token not in self._end_ids and state.takes(token):
                 at += 1
                 yield row
                 pending.append(first_child[row])
-            if state.is_error():  # for good; what was there before is made again
-                self._state = state = self._grammar.start.deep_copy()
-                state.consume_tokens(self._tokens)
-                at = 0
+            if state.is_error():  # for good
+                state, at = self._renewed(), 0
         if at:
             state.rollback(at)
+            if state.is_error():
+                self._renewed()
+
+    def _renewed(self) -> _State:
+        """What was there before a draft, made again."""
+        self._state = _State(self._grammar.start)
+        self._state.follow(self._tokens)
+        return self._state
 
     def _charge(self, began: float, masks: int) -> None:
         """Count what it took since then to make so many masks."""
@@ -194,11 +217,8 @@ class Matcher:
             self.error = "the grammar takes too long: it is too ambiguous"
 
     def _fail(self) -> None:
-        self._give_up(self._state.get_error() or "the token does not belong there")
-
-    def _give_up(self, said: str) -> None:
-        first = (said.strip().splitlines() or ["its library failed"])[0]
-        self.error = f"the grammar cannot go on: {first[:MAX_MESSAGE]}"
+        said = (self._state.error().strip().splitlines() or ["the token does not belong there"])[0]
+        self.error = f"the grammar cannot go on: {said[:MAX_MESSAGE]}"
         self._grammar.worn = True
 
 
