@@ -427,6 +427,7 @@ def test_bench_speculation_counts_what_both_ways_bring(
     assert [(one["workload"], one["batch"], one["equal"]) for one in results] == [("random", 2, 1.0), ("noise", 2, 1.0)]
     assert all(one["tokens"] == 22 and one["plain"] > 0 and one["steps"] is None for one in results)
     assert "random" in capsys.readouterr().out
+    assert "trace: needs a CUDA device" in fails(capsys, ["bench", "speculation", *options, "--trace", "trace.json"])
 
 
 def test_bench_index_goes_by_the_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

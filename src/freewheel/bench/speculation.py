@@ -262,7 +262,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE")
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a Chrome trace of one more run of the last line, with drafts"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="on CUDA devices: write a Chrome trace of one more run of the last line",
     )
 
 
@@ -283,6 +286,8 @@ def run(args: argparse.Namespace) -> None:
     workloads = args.workloads.split(",")
     if unknown := [name for name in workloads if name not in WORKLOADS]:
         raise ValueError(f"workloads: unknown workload {unknown[0]!r} (known: {', '.join(WORKLOADS)})")
+    if args.trace and args.device == "cpu":
+        raise ValueError("trace: needs a CUDA device")
     drafts = {name: getattr(args, name) for name in ("draft_width", "draft_depth", "draft_nodes")}
     drafts = {name: value for name, value in drafts.items() if value is not None}
     model = load(args.model, dtype=args.dtype, device=args.device)

@@ -41,7 +41,7 @@ class Outbox:
 
         Call :meth:`sent` when what reads it has been launched.
         """
-        if self._read and not self._read[self._next].query():
+        if self._read and not self._read[self._next].query():  # a trace shows the wait only if there is one
             self._read[self._next].synchronize()
         count, length = len(columns), len(columns[0])
         self._numbers[self._next][: count * length].reshape(count, length)[:] = columns
