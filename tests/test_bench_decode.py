@@ -238,6 +238,7 @@ def test_calls_that_wait_for_the_device_are_counted_up_to_the_last_graph() -> No
     class Event:
         what: str
         at: int
+        where: str
 
         def name(self) -> str:
             return self.what
@@ -245,13 +246,24 @@ def test_calls_that_wait_for_the_device_are_counted_up_to_the_last_graph() -> No
         def start_ns(self) -> int:
             return self.at
 
-    def waits(*names: str) -> float | None:
-        return waits_of(Event(name, at) for at, name in enumerate(names))
+        def device_type(self) -> SimpleNamespace:
+            return SimpleNamespace(name=self.where)
 
-    graph, wait = "cudaGraphLaunch", "cudaEventSynchronize"
+        def correlation_id(self) -> int:
+            return self.at
+
+    def waits(*names: str) -> float | None:
+        calls = [Event(name.rstrip("0123456789"), at, "CPU") for at, name in enumerate(names)]
+        kernels = [
+            Event("", at, "CUDA") for at, name in enumerate(names) if name[-1:].isdigit() for _ in range(int(name[-1:]))
+        ]
+        return waits_of(calls + kernels)
+
+    graph, message, wait = "cudaGraphLaunch9", "cudaGraphLaunch1", "cudaEventSynchronize"
     assert waits(graph, graph, wait, graph, wait, wait, "cudaDeviceSynchronize") == pytest.approx(1 / 3)
-    assert waits(graph, "Memcpy DtoH (Device -> Pageable)", "cudaStreamSynchronize", graph) == 0.5
-    assert waits(wait, "cudaLaunchKernel") is None
+    assert waits(graph, "Memcpy DtoH (Device -> Pageable)", "cudaStreamSynchronize", message, graph) == 0.5
+    assert waits(graph, wait, message) == 0.0, "what comes after the last step"
+    assert waits(wait, message, "cudaLaunchKernel1") is None
 
 
 def test_the_engine_is_driven_alone(setup: Setup) -> None:

@@ -30,6 +30,7 @@ from mock_model import Collected, collect, run
 from freewheel.engine import buckets, device_runner, step
 from freewheel.engine.buckets import chunk_sizes
 from freewheel.engine.device_runner import DeviceRunner
+from freewheel.engine.ring import Outbox
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -147,7 +148,7 @@ def test_the_device_knows_the_pages_of_all_that_run(tiny_model: Path, monkeypatc
     for name, last in (("a", 10), ("b", 10), ("c", 30), ("d", 40)):
         prompt = (*range(10, 18), last)
         engine.add(Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)))
-    fails_once(engine, "_write_pages", monkeypatch)
+    fails_once(engine, "scatter", monkeypatch, Outbox)
     failed = engine.preemptions
     while engine.has_unfinished:
         engine.step()
@@ -243,11 +244,11 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     graphs = []
 
     class Repeated:
-        def __init__(self, _: DeviceRunner, run: Callable[[], Any]) -> None:
+        def __init__(self, run: Callable[[], Any], *_: object) -> None:
             self.replay = run
             graphs.append(self)
 
-    monkeypatch.setattr(DeviceRunner, "_capture", lambda *args: Repeated(*args))
+    monkeypatch.setattr(device_runner, "capture", Repeated)
     return graphs
 
 
@@ -311,7 +312,7 @@ def test_a_step_that_cannot_be_captured_is_launched_in_parts(
 
     for _ in range(device_runner.RARE):
         steps.launch(0, 1)
-    monkeypatch.setattr(DeviceRunner, "_capture", fails)
+    monkeypatch.setattr(device_runner, "capture", fails)
     with pytest.warns(UserWarning, match="could not be captured: out of memory"):
         steps.launch(0, 1)
     for _ in range(2):
@@ -438,9 +439,9 @@ def test_launches_that_fail_in_part_use_up_no_places(
     steps.read()
 
 
-def fails_once(engine: Engine, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step in which this part of the runner does not do its work."""
+def fails_once(engine: Engine, part: str, monkeypatch: pytest.MonkeyPatch, of: type = DeviceRunner) -> None:
+    """A step in which this part of the runner, or of what it has, does not do its work."""
     with monkeypatch.context() as broken:
-        broken.setattr(DeviceRunner, part, lambda *_: 1 / 0)
+        broken.setattr(of, part, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()

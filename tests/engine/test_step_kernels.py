@@ -14,9 +14,9 @@ from freewheel.sampling import SamplingParams, SamplingState, tables
 pytest.importorskip("triton", reason="Triton is made for Linux only")
 
 from freewheel.engine import step_kernels
-from freewheel.engine.ring import OUTBOX_PLACES, OUTBOX_WORDS, Outbox, Ring
+from freewheel.engine.ring import MOST_SCATTERED, OUTBOX_PLACES, OUTBOX_WORDS, Outbox, Ring
 from freewheel.engine.step_kernels import StepInputs
-from freewheel.ops.launch import dependent_launch, launch
+from freewheel.ops.launch import dependent_launch
 from freewheel.sampling.fused import sequences_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,11 +26,11 @@ COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from freewheel.engine.draft_kernels import DraftInputs, DraftRows, Guesses, compact, judge, lay_out, settle
-from freewheel.engine.step_kernels import StepInputs, advance, tell, write_pages
+from freewheel.engine.step_kernels import StepInputs, advance, deliver
 from freewheel.sampling.fused import Sequences
 from freewheel.speculative.draft_kernels import Trees
 
-types = {name: "*i64" for name in "tokens sampled ring lengths history changes told numbers".split()}
+types = {name: "*i64" for name in "tokens sampled ring lengths history outbox place".split()}
 types |= {
     "statuses": "*u8", "paths": "*i32", "page_table": "*i32", "storage": "*bf16",
     "sequences": Sequences("*i64", "i32", "*i64", "*i32", "*i32", "i32", "i32"),
@@ -40,8 +40,7 @@ types |= {
 sizes = {"NODES": 5, "PADDED": 8, "PLACES": 9, "DEPTH": 5, "COLUMNS": 8}
 for kernel, inputs, constants in [
     (advance, StepInputs(*["*i64"] * 5), {"CHAINED": True}),
-    (write_pages, None, {"TILE": 128}),
-    (tell, None, {"TILE": 128}),
+    (deliver, None, {"WORDS": 2048}),
     (lay_out, DraftInputs(*["*i64"] * 4), {"SEQUENCES": 4, "ROWS": 16, "TILES": 2, "TILE_ROWS": 4}),
     (settle, DraftInputs(*["*i64"] * 4), {"DRAFTS": True}),
     (settle, DraftInputs(*["*i64"] * 4), {"NODES": 1, "PADDED": 2, "DRAFTS": False}),
@@ -113,36 +112,36 @@ def test_a_row_is_idle_once_its_sequence_has_ended(ends: list[int], last: int) -
     assert state.history[:2, 1:4].tolist() == [[max(last, 0), 0, 0], [12, 31, 0]]
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 8, 16])
-def test_pages_go_to_their_entries(count: int) -> None:
-    table = torch.full((4, 8), -1, dtype=torch.int32, device=DEVICE)
-    entries, pages = random.Random(count).sample(range(32), count), [7 * i + 1 for i in range(count)]
-    outbox = Outbox(DEVICE)
-    launch(step_kernels.write_pages, (3,), 1, outbox.write([entries, pages]), table, count, 8)
-    outbox.sent()
-    expected = [-1] * 32
-    for entry, page in zip(entries, pages):
-        expected[entry] = page
-    assert table.flatten().tolist() == expected
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_messages_go_where_they_are_sent_in_their_order(graphs: bool) -> None:
+    """More than there are places, of both kinds."""
+    outbox, random_ = Outbox(DEVICE, graphs=graphs), random.Random(0)
+    table = torch.full((4, 300), -1, dtype=torch.int32, device=DEVICE)
+    numbers = [torch.zeros(2, count, dtype=torch.int64, device=DEVICE) for count in (1, 10, 500)]
+    pages, told = [-1] * table.numel(), [[[0] * one.shape[1]] * 2 for one in numbers]
+    for turn in range(OUTBOX_PLACES + 9):
+        entries = random_.sample(range(table.numel()), [0, 1, 5, 128, MOST_SCATTERED][turn % 5])
+        new = [random_.randrange(2**31) for _ in entries]
+        outbox.scatter(table, entries, new)
+        for entry, page in zip(entries, new):
+            pages[entry] = page
+        told[turn % 3] = [[random_.randrange(-(2**63), 2**63) for _ in row] for row in told[turn % 3]]
+        outbox.tell(numbers[turn % 3], told[turn % 3])
+    assert table.flatten().tolist() == pages
+    assert [one.tolist() for one in numbers] == told
 
 
-def test_what_was_written_stays_until_all_places_were_taken() -> None:
-    outbox, written = Outbox(DEVICE), []
-    for number in range(OUTBOX_PLACES):
-        written.append(outbox.write([[number, 1], [2, 3]]))
-        outbox.sent()
-    assert [numbers.tolist() for numbers in written] == [[[number, 1], [2, 3]] for number in range(OUTBOX_PLACES)]
-    assert outbox.write([[9]]).data_ptr() == written[0].data_ptr()
-    numbers = torch.zeros(2, 100, dtype=torch.int64, device=DEVICE)
-    for first in (0, 7):  # the second time by the kernel's handle
-        outbox.tell(numbers, [range(first, first + 100), range(100)])
-        assert numbers.tolist() == [[*range(first, first + 100)], [*range(100)]]
-    with pytest.raises(ValueError, match="reshape"):
-        outbox.write([[0] * (OUTBOX_WORDS + 1)])
+def test_a_message_that_is_too_long_is_refused_and_the_next_one_arrives() -> None:
+    outbox, numbers = Outbox(DEVICE), torch.zeros(OUTBOX_WORDS, dtype=torch.int64, device=DEVICE)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="reshape"):
+            outbox.tell(numbers, [[0] * (OUTBOX_WORDS - 2)])
+        outbox.tell(numbers[:2], [[3, 4]])
+        assert numbers[:3].tolist() == [3, 4, 0]
 
 
 def test_kernels_compile_without_a_device() -> None:
     """The interpreter knows no types."""
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=COMPILED)
-    names = "advance write_pages tell lay_out settle settle judge compact"
+    names = "advance deliver lay_out settle settle judge compact"
     assert done.stdout.split() == names.split(), done.stderr

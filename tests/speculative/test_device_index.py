@@ -79,7 +79,7 @@ class Both:
 
     def clear(self, slot: int) -> None:
         del self.host[slot]
-        self.device.clear(ints(slot).long())
+        self.device.clear(ints(-1, slot))
 
     def draft(self, slots: list[int], nodes: list[int], depths: list[int], room: int, width: int, many: bool) -> None:
         """Index what is new, and see that all drafts are the host's."""

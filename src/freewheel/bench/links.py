@@ -114,6 +114,7 @@ class HostDrafts:
         import torch
 
         from freewheel.engine.buckets import bucket_for
+        from freewheel.engine.captured import capture
         from freewheel.engine.device_runner import DeviceRunner
         from freewheel.engine.draft_step import DeviceDrafts, DraftStep
         from freewheel.engine.masks import MaskBuffer
@@ -146,7 +147,7 @@ class HostDrafts:
         self._masks = MaskBuffer(logits, host if read_back else runner._device)
         if runner._graphs and not any(self._matchers):
             runner._sample(step, runner._forward(step))
-            self._graph = runner._capture(lambda: runner._sample(step, runner._forward(step)))
+            self._graph = capture(lambda: runner._sample(step, runner._forward(step)), runner._device, runner._memory)
         self._trees = [torch.zeros_like(part, device="cpu") for part in step._trees]
         if runner._device.type == "cuda":
             self._trees = [part.pin_memory() for part in self._trees]
@@ -155,7 +156,7 @@ class HostDrafts:
             self._links = partial(links_on_device, step._trees.ancestors, step._trees.counts)
             self._links()
             if runner._graphs:
-                self._links = runner._capture(self._links).replay
+                self._links = capture(self._links, runner._device, runner._memory).replay
         slots = [one.slot for one in self.sequences]
         for one in self.sequences:
             drafts.lengths[one.slot] = len(one.tokens)

@@ -252,10 +252,15 @@ def activities_of(events: Iterable[Any]) -> list[Activity]:
 def waits_of(events: Iterable[Any]) -> float | None:
     """How often the host called what waits for the device, for each graph that it launched; None if it launched none.
 
-    What came after the last graph does not count.
+    What came after the last graph does not count, nor do graphs of one kernel, which bring a message.
     """
     events = list(events)
-    launches = [event.start_ns() for event in events if event.name() == "cudaGraphLaunch"]
+    kernels = Counter(event.correlation_id() for event in events if event.device_type().name == "CUDA")
+    launches = [
+        event.start_ns()
+        for event in events
+        if event.name() == "cudaGraphLaunch" and kernels[event.correlation_id()] > 1
+    ]
     waits = [event.start_ns() for event in events if event.name() in WAITS]
     return sum(wait < max(launches) for wait in waits) / len(launches) if launches else None
 

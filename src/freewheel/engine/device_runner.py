@@ -15,7 +15,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,29 +23,25 @@ from torch import Tensor
 from freewheel.cache.pool import KVPool
 from freewheel.config import MOST_LOOKAHEAD, EngineConfig
 from freewheel.engine.buckets import BUCKETS, CHUNKS, bucket_for, buckets, chunk_sizes, draft_rows, draft_step
+from freewheel.engine.captured import Captured, capture
 from freewheel.engine.draft_step import GUESSED, DeviceDrafts, Drafted, DraftStep
 from freewheel.engine.engine import MAX_SCORED_ROWS
 from freewheel.engine.masks import Constrained, MaskBuffer
-from freewheel.engine.ring import OUTBOX_WORDS, Outbox
+from freewheel.engine.ring import MOST_SCATTERED, Outbox
 from freewheel.engine.runner import Brought, InFlight, Launched, Runner, Span, StepResult
 from freewheel.engine.scheduler import pages_for
-from freewheel.engine.step import Captured, Decoded, DecodeStep, even, pinned
-from freewheel.engine.step_kernels import write_pages
+from freewheel.engine.step import Decoded, DecodeStep, even, pinned
 from freewheel.models.decoder import Decoder, kv_cache_shape
 from freewheel.models.fused_decoder import FusedDecoder, Rows
 from freewheel.ops.attention_gpu import plan_tiles
-from freewheel.ops.launch import Direct
 from freewheel.sampling import Logprobs, Sampler, SampleRows
 from freewheel.speculative import DraftTree
 
 MOST_WANTED = 32  # rows of a captured chunk that have logits
 RARE = 4  # times that a demand is met before its step is captured; at least once, which compiles its kernels
 TIMED = 5  # runs by which a step is timed when it is prepared
-PAGES_A_PROGRAM = 128  # that are written
 MOST_WHOLE = 64  # captured for a number of rows; that which was not needed for longest makes room
 
-
-T = TypeVar("T")
 Decode = DecodeStep | DraftStep
 
 
@@ -110,8 +105,7 @@ class DeviceRunner(Runner):
         self._memory = torch.cuda.graph_pool_handle() if self._graphs else None
         # Kernels and graphs are launched on the thread's current device, which is the first as a rule.
         self._here = torch.cuda.device(pool.device) if pool.device.index else nullcontext()
-        self._outbox = Outbox(pool.device)
-        self._page_writer = Direct(write_pages, warps=1)
+        self._outbox = Outbox(pool.device, graphs=self._graphs)
         self._decode_masks = MaskBuffer(state.vocab_size, pool.device)  # those of prompts have another
         self._steps: dict[int, DecodeStep] = {}
         self._draft_steps: dict[tuple[int, int], DraftStep] = {}
@@ -119,6 +113,8 @@ class DeviceRunner(Runner):
         if draft_nodes:
             tiles, width, depth = self._fused.tree_rows, draft_width, draft_depth
             self._drafts = DeviceDrafts(state, pool, self._page_table, rows_per_tile=tiles, width=width, depth=depth)
+        self._entering = torch.full((2, BUCKETS[-1]), -1, dtype=torch.int64, device=pool.device)  # slots, lengths
+        self._enter: Captured[None] | None = None
         self._most_nodes, self._most_rows = draft_nodes, most_rows
         self._lengths: dict[int, int] = {}  # of sequences, where it is certain that the device has the same
         self._entered: set[int] = set()  # slots with sequences that are not indexed
@@ -151,7 +147,7 @@ class DeviceRunner(Runner):
     @torch.inference_mode()
     def _rehearse_prompts(self) -> None:
         self._fused(*idle_chunk(self._fused, 2, 1))
-        self._write_pages([], [])
+        self._outbox.scatter(self._page_table, [], [])
         if self._graphs:
             for rows in reversed(self._chunk_sizes):
                 self._chunk(rows)
@@ -163,6 +159,12 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def _rehearse_drafts(self, sequences: int) -> None:
+        drafts = self._drafts
+        assert drafts is not None
+        if self._enter is None:
+            drafts.enter(*self._entering.fill_(-1))
+            if self._graphs:
+                self._enter = capture(lambda: drafts.enter(*self._entering), self._device)
         for rows in (*reversed(draft_rows(sequences, self._most_nodes, self._most_rows)), sequences):
             self._rehearse_step((sequences, rows), self._draft_step(sequences, rows))
 
@@ -267,7 +269,7 @@ class DeviceRunner(Runner):
         if self._entered:
             new = [(span.slot, length) for span, length in zip(spans, told) if span.slot in self._entered]
             if new:
-                drafts.enter(*self._upload(*map(list, zip(*new))))
+                self._index(new, drafts)
                 self._entered.difference_update(slot for slot, _ in new)
         for span in spans:
             if span.nodes or span.follows:
@@ -275,6 +277,15 @@ class DeviceRunner(Runner):
             else:
                 self._lengths[span.slot] = span.start + 2
         return told
+
+    def _index(self, new: list[tuple[int, int]], drafts: DeviceDrafts) -> None:
+        """Let the device index sequences: their slots and lengths, ``BUCKETS[-1]`` at most."""
+        idle = [(-1, -1)] * (BUCKETS[-1] - len(new))
+        self._outbox.tell(self._entering, [*zip(*new, *idle)])
+        if self._enter is not None:
+            self._enter.replay()
+        else:
+            drafts.enter(*self._entering)
 
     def _forward(self, step: Decode) -> Tensor:
         step.begin()
@@ -316,8 +327,8 @@ class DeviceRunner(Runner):
         if self._graphs:
             self._forward(step)  # compiles kernels and picks products, which capturing must not see
             if isinstance(step, DraftStep):
-                step.graphs.begin = self._capture(step.begin)
-            step.graphs.decoder = self._capture(lambda: self._fused(step.rows))
+                step.graphs.begin = capture(step.begin, self._device, self._memory)
+            step.graphs.decoder = capture(lambda: self._fused(step.rows), self._device, self._memory)
         step.forget()
 
     def _replay(self, step: Decode) -> Logprobs | None:
@@ -345,16 +356,8 @@ class DeviceRunner(Runner):
         if len(graphs.whole) == MOST_WHOLE:
             self._wait()
             del graphs.whole[next(iter(graphs.whole))]
-        graphs.whole[demand] = self._capture(lambda: self._sample(step, self._forward(step)))
+        graphs.whole[demand] = capture(lambda: self._sample(step, self._forward(step)), self._device, self._memory)
         graphs.met.clear()
-
-    def _capture(self, run: Callable[[], T]) -> Captured[T]:
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            left = run()
-        return Captured(graph, left)
 
     def _chunks(self, spans: Sequence[Span], catch_up: Callable[[], None]) -> Launched:
         slots = [span.slot for span in spans for _ in range(span.rows)]
@@ -391,7 +394,7 @@ class DeviceRunner(Runner):
                 return self._fused(Rows(chunk.slots, chunk.positions, chunk.tiles), chunk.wanted)
 
             run()  # as for steps
-            chunk.decoder = self._capture(run)
+            chunk.decoder = capture(run, self._device, self._memory)
             self._captured_chunks[rows] = chunk
         return self._captured_chunks[rows]
 
@@ -417,15 +420,10 @@ class DeviceRunner(Runner):
             row = self._pool.page_table[slot]
             places += range(slot * max_pages + first, slot * max_pages + len(row))
             pages += row[first:]
-        most = OUTBOX_WORDS // 2
-        for first in range(0, len(places), most):
-            self._write_pages(places[first : first + most], pages[first : first + most])
+        for first in range(0, len(places), MOST_SCATTERED):
+            last = first + MOST_SCATTERED
+            self._outbox.scatter(self._page_table, places[first:last], pages[first:last])
         written.clear()  # only now: an upload may fail
-
-    def _write_pages(self, places: list[int], pages: list[int]) -> None:
-        programs = max(-(-len(pages) // PAGES_A_PROGRAM), 1)
-        self._page_writer(programs, self._outbox.write([places, pages]), self._page_table, len(pages), PAGES_A_PROGRAM)
-        self._outbox.sent()
 
     def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:
         count = len(columns[0])

@@ -60,9 +60,9 @@ class DeviceDrafts:
         )
 
     def enter(self, slots: Tensor, lengths: Tensor) -> None:
-        """Other sequences are in these slots, and so long; int64 [n] both."""
+        """Other sequences are in these slots, and so long; int64 [n] both. -1 for none."""
         self.index.clear(slots)
-        self.guesses.lengths.index_fill_(0, slots, 0)
+        self.guesses.lengths.index_fill_(0, slots, 0)  # -1 is the last slot, that of idle rows
         self.index.extend(slots, told=lengths, many=True)
 
 

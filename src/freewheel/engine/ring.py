@@ -5,53 +5,74 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from freewheel.engine.step_kernels import tell
-from freewheel.ops.launch import Direct
+from freewheel.engine.captured import Captured, capture
+from freewheel.engine.step_kernels import deliver
+from freewheel.ops.launch import launch
 
 OUTBOX_PLACES = 32
-OUTBOX_WORDS = 8192
-WORDS_A_PROGRAM = 128  # that are told
+OUTBOX_WORDS = 2048
+HEADER = 3  # words of a message before its numbers
+MOST_SCATTERED = (OUTBOX_WORDS - HEADER) // 2  # numbers of a message
 
 
 class Outbox:
-    """Places in host memory for what the host tells the device, taken in turn.
+    """Places in host memory for what the host tells the device, taken in turn by messages.
 
     One is taken again only when the device has read it, which it did long ago as a rule. To allocate such memory each
-    time takes longer than all that happens here.
+    time takes longer than all that happens here. Device and host count the places alike, so that one captured graph
+    delivers any message.
+
+    Args:
+        device: where messages go.
+        graphs: capture the delivery. A graph of one kernel, as what is launched without one between two of the same
+            graph's runs makes these slower, on an H200: all their kernels start later.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, graphs: bool = False) -> None:
         cuda = device.type == "cuda"
         self._words = torch.zeros(OUTBOX_PLACES, OUTBOX_WORDS, dtype=torch.int64, pin_memory=cuda)
         self._numbers: list[np.ndarray] = list(self._words.numpy())
         self._read = [torch.cuda.Event() for _ in range(OUTBOX_PLACES)] if cuda else []
         self._device = device
         self._next = 0
-        self._teller = Direct(tell, warps=1)
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._graphs = graphs
+        self._delivery: Captured[None] | None = None
 
     def tell(self, numbers: torch.Tensor, columns: Sequence[Sequence[int]]) -> None:
-        """Let the device write lists of one length into int64 ``numbers`` of as many rows, with room for them."""
-        told = self.write(columns)
-        count = told.numel()
-        self._teller(-(-count // WORDS_A_PROGRAM), told, numbers, count, WORDS_A_PROGRAM)
-        self.sent()
+        """Let the device write lists of one length into dense int64 ``numbers`` of as many rows, as long as they are.
 
-    def write(self, columns: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Lists of one length, of ``OUTBOX_WORDS`` in all at most, as int64 [columns, length] in the next place.
-
-        Call :meth:`sent` when what reads it has been launched.
+        Raises:
+            ValueError: more than there is room for.
         """
+        self._send(numbers, len(columns) * len(columns[0]), 0, columns)
+
+    def scatter(self, table: torch.Tensor, entries: Sequence[int], numbers: Sequence[int]) -> None:
+        """Let the device write numbers to entries of the flat, dense int32 ``table``.
+
+        Raises:
+            ValueError: more than ``MOST_SCATTERED``.
+        """
+        self._send(table, len(entries), 1, (entries, numbers))
+
+    def _send(self, to: torch.Tensor, count: int, scattered: int, columns: Sequence[Sequence[int]]) -> None:
         if self._read and not self._read[self._next].query():  # a trace shows the wait only if there is one
             self._read[self._next].synchronize()
-        count, length = len(columns), len(columns[0])
-        self._numbers[self._next][: count * length].reshape(count, length)[:] = columns
-        return self._words[self._next, : count * length].view(count, length)
-
-    def sent(self) -> None:
-        """Go on to the next place."""
+        words, length = self._numbers[self._next], len(columns[0])
+        words[:HEADER] = to.data_ptr(), count, scattered
+        words[HEADER : HEADER + len(columns) * length].reshape(len(columns), length)[:] = columns
+        if self._delivery is not None:
+            self._delivery.replay()
+        else:
+            self._deliver()
+            if self._graphs:
+                self._delivery = capture(self._deliver, self._device)
         if self._read:
             self._read[self._next].record(torch.cuda.current_stream(self._device))
         self._next = (self._next + 1) % OUTBOX_PLACES
+
+    def _deliver(self) -> None:
+        launch(deliver, (1,), 8, self._words, self._place, OUTBOX_PLACES, OUTBOX_WORDS)
 
 
 class Ring:

@@ -3,10 +3,11 @@
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 
+from freewheel.engine.captured import Captured
 from freewheel.engine.ring import Outbox, Ring
 from freewheel.engine.runner import StepResult, by_row, on_its_way
 from freewheel.engine.step_kernels import StepInputs, advance
@@ -14,19 +15,6 @@ from freewheel.models.fused_decoder import Rows
 from freewheel.ops.launch import dependent_launch
 from freewheel.sampling import Logprobs, SampleRows, Samples, SamplingState
 from freewheel.sampling.fused import sequences_of
-
-T = TypeVar("T")
-
-
-class Captured(NamedTuple, Generic[T]):
-    """A graph, and tensors that it leaves, until another one of its runner is replayed."""
-
-    graph: torch.cuda.CUDAGraph
-    left: T
-
-    def replay(self) -> T:
-        self.graph.replay()
-        return self.left
 
 
 @dataclass

@@ -13,20 +13,27 @@ from triton.language.extra.cuda import gdc_wait
 from freewheel.sampling.edit_kernels import add_token, ends_of, is_end
 
 
-@triton.jit(do_not_specialize=["count"])
-def write_pages(changes, page_table, count, TILE: tl.constexpr):
-    """Write pages to entries of the flat ``page_table``: int64 [2, count] are entries and pages, in host memory."""
-    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    entry = tl.load(changes + i, mask=i < count, other=0)
-    page = tl.load(changes + count + i, mask=i < count, other=0)
-    tl.store(page_table + entry, page.to(tl.int32), mask=i < count)
+@triton.jit
+def deliver(outbox, place, PLACES: tl.constexpr, WORDS: tl.constexpr):
+    """Bring the next message of ``outbox``, int64 [PLACES, WORDS] in host memory, to where it goes.
 
+    ``place`` is int64 [1], of the next message, and moves on. That is the one thing of which there may be only one
+    program. Messages are ::
 
-@triton.jit(do_not_specialize=["count"])
-def tell(told, numbers, count, TILE: tl.constexpr):
-    """numbers = told, int64 [count], which lie in host memory."""
-    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    tl.store(numbers + i, tl.load(told + i, mask=i < count), mask=i < count)
+        address   count   0   numbers [count]                      int64 [count] at the address
+        address   count   1   entries [count]   numbers [count]    entries of the int32 numbers at the address
+    """
+    number = tl.load(place)
+    message = outbox + number * WORDS
+    address, count, scattered = tl.load(message), tl.load(message + 1), tl.load(message + 2)
+    i = tl.arange(0, WORDS)
+    first = tl.load(message + 3 + i, mask=i < count, other=0)
+    if scattered:
+        second = tl.load(message + 3 + count + i, mask=i < count, other=0)
+        tl.store(address.to(tl.pointer_type(tl.int32)) + first, second.to(tl.int32), mask=i < count)
+    else:
+        tl.store(address.to(tl.pointer_type(tl.int64)) + i, first, mask=i < count)
+    tl.store(place, tl.where(number + 1 < PLACES, number + 1, 0))
 
 
 class StepInputs(NamedTuple):

@@ -14,6 +14,7 @@ from freewheel.speculative.tree import MAX_ROWS
 
 MOST_WIDTH = 4  # of trees: all pairs of guesses are compared, in registers
 FEW_TOKENS, MANY_TOKENS = 16, 128  # that are indexed at a time: after a step, and of a prompt
+CLEARED = 1024  # buckets at a time
 
 
 class DeviceIndex:
@@ -60,9 +61,8 @@ class DeviceIndex:
         )
 
     def clear(self, slots: Tensor) -> None:
-        """Forget the tokens of these slots, int64 [n]: others are to come."""
-        self.tables.heads.index_fill_(0, slots, -1)  # to assign a number by index would wait for the device
-        self.tables.indexed.index_fill_(0, slots, 0)
+        """Forget the tokens of these slots, int32 or int64 [rows], -1 for none: others are to come."""
+        launch(kernels.clear, (len(slots), len(self.tables.orders)), 4, self.tables, slots, CLEARED)
 
     def extend(self, slots: Tensor, *, told: Tensor | None = None, many: bool = False) -> None:
         """Index new tokens.

@@ -1,5 +1,6 @@
 """Drafts of many sequences at once, from tokens on the device: what ``NgramIndex``, ``draft`` and ``walk`` do for one.
 
+clear   [rows, levels]  a slot gets another sequence
 extend  [rows, levels]  n-grams that end with new tokens go into the index
 draft   [rows]          matches, merged into a tree
 walk    [rows]          the path that samples take through the tree
@@ -67,6 +68,18 @@ class Paths(NamedTuple):
     rows: Any
     tokens: Any
     counts: Any
+
+
+@triton.jit
+def clear(tables, slots, TILE: tl.constexpr):
+    """Forget what was indexed of each row's slot, a level in each program. Slot -1 is none."""
+    slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
+    if slot >= 0:
+        place = slot * tl.num_programs(1) + tl.program_id(1)
+        for start in range(0, tables.buckets, TILE):
+            at = start + tl.arange(0, TILE)
+            tl.store(tables.heads + place * tables.buckets + at, -1, mask=at < tables.buckets)
+        tl.store(tables.indexed + place, 0)
 
 
 @triton.jit
