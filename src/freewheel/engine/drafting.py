@@ -279,9 +279,6 @@ class DeviceDrafting:
             sequences: at most ``BUCKETS[-1]``.
             most: nodes that a sequence can have.
         """
-        others = any(sequence.key not in self._plan for sequence in sequences) or len(self._plan) > len(sequences)
-        if self._good_for <= 0 and (self._changed or others):
-            self._renew(sequences, most)
         self._good_for -= 1
         self._since += 1
         nodes = [0] * len(sequences)
@@ -292,6 +289,15 @@ class DeviceDrafting:
         if self.guessing or any(nodes):
             self._since = 0
         return nodes
+
+    def review(self, sequences: list[Sequence], most: Callable[[Sequence], int]) -> None:
+        """Make a new plan if it is time: when the step for which ``nodes`` was asked with the same is on its way.
+
+        To plan takes about as long as to launch a step, and there is no haste as long as the device is at work.
+        """
+        others = any(sequence.key not in self._plan for sequence in sequences) or len(self._plan) > len(sequences)
+        if self._good_for <= 0 and (self._changed or others):
+            self._renew(sequences, most)
 
     def observe(self, sequence: Sequence, depth: int, accepted: int) -> None:
         """Note what became of a draft or a guess; of a draft for which nothing was found if its depth is 0."""

@@ -235,10 +235,11 @@ class Engine:
         """
         rows = self._schedule()
         if rows:
-            if isinstance(self._drafting, DeviceDrafting):
-                self._draft_ahead(rows, self._drafting)
-            elif self._drafting is not None:
-                self._draft(rows, self._drafting)
+            drafting, asked = self._drafting, list[Sequence]()
+            if isinstance(drafting, DeviceDrafting):
+                asked = self._draft_ahead(rows, drafting)
+            elif drafting is not None:
+                self._draft(rows, drafting)
             self._note_busy()
             for sequence, span, _ in rows:
                 sequence.launched = span.start + span.rows + span.nodes
@@ -253,6 +254,8 @@ class Engine:
                         self._preempt(sequence)
                 raise
             self._flights.append((rows, flight, perf_counter()))
+            if asked and isinstance(drafting, DeviceDrafting):
+                drafting.review(asked, self._most_nodes)
         self._land(max(len(self._flights) - self.lookahead, not rows))
         return self._take_outputs()
 
@@ -401,19 +404,21 @@ class Engine:
         if needs:
             self._secure(needs)
 
-    def _draft_ahead(self, rows: list["_Row"], drafting: DeviceDrafting) -> None:
+    def _draft_ahead(self, rows: list["_Row"], drafting: DeviceDrafting) -> list[Sequence]:
         """Let the device draft for those who decode, by rank, as far as rows and pages are left.
 
         The host goes on as if all were accepted: it knows how far a sequence gets at most.
+
+        Returns:
+            Those of whom it was asked how much to draft.
         """
         decoding = [i for i, row in enumerate(rows) if row.span.rows == 1 and row.span.sample and not row.span.scored]
         sequences = [rows[i].sequence for i in decoding]
-        wanted, guessing = [0] * len(decoding), False
-        if 0 < len(decoding) <= BUCKETS[-1]:
-            wanted = drafting.nodes(sequences, self._most_nodes)
-            guessing = drafting.guessing and not any(wanted)
+        asked = sequences if 0 < len(sequences) <= BUCKETS[-1] else []
+        wanted = drafting.nodes(asked, self._most_nodes) if asked else [0] * len(sequences)
+        guessing = bool(asked) and drafting.guessing and not any(wanted)
         if not (guessing or any(wanted) or any(sequence.slack for sequence in sequences)):
-            return
+            return asked
         left = min(self._most_rows - sum(row.span.rows for row in rows), MAX_DRAFT_ROWS - len(decoding))
         # All that run find another page, and those who wait find all there are.
         size, pages = self._pool.page_size, 0 if self._waiting else max(self._cache.available - len(self._running), 0)
@@ -438,6 +443,7 @@ class Engine:
                 rows[i] = _Row(sequence, span, sequence.stay)
         if needs:
             self._secure(needs)
+        return asked
 
     def _most_nodes(self, sequence: Sequence) -> int:
         """Of a draft that the device makes."""
