@@ -23,6 +23,7 @@ from freewheel.bench.steps import (
     between_graphs,
     host_seconds,
     profile_steps,
+    since_mark,
     summarise,
     union,
     waits_of,
@@ -264,6 +265,16 @@ def test_calls_that_wait_for_the_device_are_counted_up_to_the_last_graph() -> No
     assert waits(graph, "Memcpy DtoH (Device -> Pageable)", "cudaStreamSynchronize", message, graph) == 0.5
     assert waits(graph, wait, message) == 0.0, "what comes after the last step"
     assert waits(wait, message, "cudaLaunchKernel1") is None
+
+
+def test_what_ran_before_the_mark_does_not_count() -> None:
+    marks = [Activity("spin_kernel(long)", at, at + 1) for at in (5, 20)]
+    recorded = Recorded([Activity("embed", at, at + 3, at) for at in (1, 10, 21, 30)] + marks, waits=0.5)
+    since = since_mark(recorded)
+    assert [one.start for one in since.activities] == [21, 30]
+    assert since.waits == 0.5
+    with pytest.raises(RuntimeError, match="mark"):
+        since_mark(Recorded())
 
 
 def test_the_engine_is_driven_alone(setup: Setup) -> None:

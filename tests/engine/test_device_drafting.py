@@ -126,18 +126,8 @@ def test_rows_go_to_those_who_gain_by_them() -> None:
     decoding, nodes = Decoding(times, texts), [0]
     for _ in range(100):
         nodes = decoding.step()
-    assert nodes[7] > 4
+    assert nodes[7] > 15
     assert max(nodes[:7]) < 5
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_few_who_gain_are_no_reason_to_slow_down_all_others(count: int) -> None:
-    """Tokens per time would grow; but most would be slower, and be the last to end."""
-    times = measured(0.12, 0.001)
-    decoding = Decoding(times, [Text(1.0, 0.9)] * count + [Text(1.0, 0.0)] * (32 - count))
-    assert (32 + 8 * count) / times[32, 64] > 1.05 * 32 / times[32, 0], "by tokens alone it would pay"
-    drafted = sum(any(decoding.step()) for _ in range(500))
-    assert drafted < 25
 
 
 def test_one_who_gains_is_no_reason_to_slow_down_all() -> None:

@@ -142,6 +142,7 @@ def test_a_step_that_fails_leaves_no_trace_on_the_device(tiny_model: Path, monke
 
 def test_the_device_knows_the_pages_of_all_that_run(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of those who got other pages: from the prefix cache, after a preemption, after an upload that failed."""
+    monkeypatch.setattr(device_runner, "MOST_SCATTERED", 2)
     engine = make_engine(tiny_model, DEVICE, DeviceRunner, pages=9)
     runner = engine.runner
     assert isinstance(runner, DeviceRunner)
@@ -245,7 +246,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     class Repeated:
         def __init__(self, run: Callable[[], Any], *_: object) -> None:
-            self.replay = run
+            self.replay, self.graph = run, self
             graphs.append(self)
 
     monkeypatch.setattr(device_runner, "capture", Repeated)

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from freewheel.sampling import SamplingParams, SamplingState, tables
 
 pytest.importorskip("triton", reason="Triton is made for Linux only")
 
-from freewheel.engine import step_kernels
+from freewheel.engine import ring, step_kernels
 from freewheel.engine.ring import MOST_SCATTERED, OUTBOX_PLACES, OUTBOX_WORDS, Outbox, Ring
 from freewheel.engine.step_kernels import StepInputs
 from freewheel.ops.launch import dependent_launch
@@ -61,9 +62,9 @@ def test_tokens_go_to_sequences_and_host_and_rows_move_on() -> None:
     state.join(2, SamplingParams(frequency_penalty=1.0), [5, 6], seed=0, noticed_ids=[*range(40, 47), 12, 10])
     state.join(0, SamplingParams(), [7], seed=0, noticed_ids=[12])
     columns = torch.tensor([slots, [1, 0, 8], [2, 1, 9], [2, 0, 3], [1, 1, 0]], device=DEVICE)
-    ring = Ring(places, (2, 3), DEVICE)
-    ring.words.fill_(-7)
-    ring.launched()  # so that places agree
+    results = Ring(places, (2, 3), DEVICE)
+    results.words.fill_(-7)
+    results.launched()  # so that places agree
     history = state.history.clone()
     chained = dependent_launch(DEVICE)
     options: dict[str, Any] = {"launch_pdl": True} if chained else {}
@@ -72,13 +73,13 @@ def test_tokens_go_to_sequences_and_host_and_rows_move_on() -> None:
     for step, (tokens, statuses) in enumerate(drawn):
         step_kernels.advance[(3,)](
             StepInputs(*columns.unbind()), torch.tensor(tokens, device=DEVICE),
-            torch.tensor(statuses, dtype=torch.uint8, device=DEVICE), ring.words, sequences_of(state), 3,
+            torch.tensor(statuses, dtype=torch.uint8, device=DEVICE), results.words, sequences_of(state), 3,
             **{"PLACES": places, "CHAINED": chained}, **options,
         )  # fmt: skip
         for row, position in enumerate((2 + step, 1 + step)):
             history[slots[row], position] = tokens[row]
-        number = ring.launched()
-        assert ring.result(number).tolist() == [[*tokens[:2], -7], [*statuses[:2], -7]]
+        number = results.launched()
+        assert results.result(number).tolist() == [[*tokens[:2], -7], [*statuses[:2], -7]]
         assert torch.equal(state.history, history)
     moved = [slots, [4, 3, 8], [5, 4, 9], [2, 0, 3], [1, 1, 0]]
     assert columns.tolist() == moved, "3 steps lead around the ring"
@@ -95,27 +96,33 @@ def test_a_row_is_idle_once_its_sequence_has_ended(ends: list[int], last: int) -
     state.join(0, SamplingParams(), [7], seed=0, noticed_ids=ends)
     state.join(1, SamplingParams(), [8], seed=0)
     columns = torch.tensor([[0, 1], [0, 0], [1, 1], [0, 1], [0, 0]], device=DEVICE)
-    ring = Ring(2, (2, 2), DEVICE)
+    results = Ring(2, (2, 2), DEVICE)
     chained = dependent_launch(DEVICE)
     options: dict[str, Any] = {"launch_pdl": True} if chained else {}
     for tokens in ([last, 12], [30, 31]):
         step_kernels.advance[(2,)](
             StepInputs(*columns.unbind()), torch.tensor(tokens, device=DEVICE),
-            torch.zeros(2, dtype=torch.uint8, device=DEVICE), ring.words, sequences_of(state), 2,
+            torch.zeros(2, dtype=torch.uint8, device=DEVICE), results.words, sequences_of(state), 2,
             **{"PLACES": 2, "CHAINED": chained}, **options,
         )  # fmt: skip
-        ring.launched()
-    assert ring.result(0)[0].tolist() == [last, 12]
-    assert int(ring.result(1)[0, 1]) == 31
+        results.launched()
+    assert results.result(0)[0].tolist() == [last, 12]
+    assert int(results.result(1)[0, 1]) == 31
     assert columns[[0, 3]].tolist() == [[-1, 1], [2, 1]], "the draw of an idle row is of the slot that nobody has"
     assert columns[:3, 1].tolist() == [1, 2, 3]
     assert state.history[:2, 1:4].tolist() == [[max(last, 0), 0, 0], [12, 31, 0]]
 
 
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.gpu)])
-def test_messages_go_where_they_are_sent_in_their_order(graphs: bool) -> None:
+@pytest.fixture(params=[False, True], ids=["launched", "captured"])
+def outbox(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Outbox:
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(ring, "capture", lambda run, _: SimpleNamespace(graph=SimpleNamespace(replay=run)))
+    return Outbox(DEVICE, graphs=request.param)
+
+
+def test_messages_go_where_they_are_sent_in_their_order(outbox: Outbox) -> None:
     """More than there are places, of both kinds."""
-    outbox, random_ = Outbox(DEVICE, graphs=graphs), random.Random(0)
+    random_ = random.Random(0)
     table = torch.full((4, 300), -1, dtype=torch.int32, device=DEVICE)
     numbers = [torch.zeros(2, count, dtype=torch.int64, device=DEVICE) for count in (1, 10, 500)]
     pages, told = [-1] * table.numel(), [[[0] * one.shape[1]] * 2 for one in numbers]
@@ -129,6 +136,28 @@ def test_messages_go_where_they_are_sent_in_their_order(graphs: bool) -> None:
         outbox.tell(numbers[turn % 3], told[turn % 3])
     assert table.flatten().tolist() == pages
     assert [one.tolist() for one in numbers] == told
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_messages_after_one_that_failed_arrive(outbox: Outbox, launched: bool) -> None:
+    """Whether or not the device has taken it."""
+    numbers = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    outbox.tell(numbers, [[1, 2]])
+    whole = outbox._deliver, outbox._delivery
+
+    def fails() -> None:
+        if launched:
+            whole[0]()
+        raise MemoryError
+
+    outbox._deliver = fails
+    outbox._delivery = SimpleNamespace(replay=fails) if whole[1] else None  # type: ignore[assignment]
+    with pytest.raises(MemoryError):
+        outbox.tell(numbers, [[3, 4]])
+    outbox._deliver, outbox._delivery = whole
+    for number in range(OUTBOX_PLACES + 2):
+        outbox.tell(numbers, [[number, 5]])
+        assert numbers.tolist() == [number, 5]
 
 
 def test_a_message_that_is_too_long_is_refused_and_the_next_one_arrives() -> None:

@@ -158,9 +158,9 @@ def generate(
 def profile_steps(engine: "Engine", device: str, requests: "Sequence[Request]") -> "StepProfile | None":
     """What the device did in the steps that follow when each request has its first token; None where no graphs are.
 
-    What lies inside steps is seen in a run of its own, prompts included.
+    What lies inside steps is seen in a run of its own.
     """
-    from freewheel.bench.steps import Between, between_graphs, graph_events, profiled, summarise
+    from freewheel.bench.steps import Between, between_graphs, graph_events, mark, profiled, since_mark, summarise
     from freewheel.bench.systems import wait_for
 
     fed: list[Between] = []
@@ -174,8 +174,8 @@ def profile_steps(engine: "Engine", device: str, requests: "Sequence[Request]") 
     if not fed:
         return None
     with profiled(device) as recorded:
-        generate(engine, requests)
-    return summarise(recorded, len(requests), 1, Between.over(fed))
+        generate(engine, requests, lambda: mark(device))
+    return summarise(since_mark(recorded), len(requests), 1, Between.over(fed))
 
 
 def host_waits(engine: "Engine", device: str, requests: "Sequence[Request]") -> float | None:

@@ -10,7 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ STEPS = 50
 REHEARSED = 5  # steps under a profiler before the one that counts, which then finds itself set up
 TRACED = 10
 COPIES = ("Memcpy", "Memset")  # how the profiler's names of copies and fills begin
+MARK = "spin_kernel"  # in the name of the kernel of :func:`mark`
 WAITS = ("cudaEventSynchronize", "cudaStreamSynchronize", "cudaDeviceSynchronize")  # calls of the host
 
 
@@ -111,9 +112,13 @@ class Between:
 
 @contextmanager
 def graph_events() -> Iterator[list[Any]]:
-    """Events before and after each graph that is replayed meanwhile, in turn, and each draw that is in none."""
+    """Events before and after each graph of a step that is replayed meanwhile, in turn, and each draw that is in none.
+
+    Graphs that bring messages are no steps.
+    """
     import torch
 
+    from freewheel.engine.captured import Captured
     from freewheel.engine.device_runner import DeviceRunner
 
     events: list[Any] = []
@@ -131,7 +136,7 @@ def graph_events() -> Iterator[list[Any]]:
 
         return launched
 
-    replayed = patch.object(torch.cuda.CUDAGraph, "replay", marked(torch.cuda.CUDAGraph.replay))
+    replayed = patch.object(Captured, "replay", marked(Captured.replay))
     with replayed, patch.object(DeviceRunner, "_sample", marked(DeviceRunner._sample)):
         yield events
 
@@ -158,6 +163,26 @@ def profiled(device: str) -> Iterator[Recorded]:
     results = profiler.profiler and profiler.profiler.kineto_results
     assert results is not None
     recorded.activities, recorded.waits = activities_of(results.events()), waits_of(results.events())
+
+
+def mark(device: str) -> None:
+    """Let the profiler see when the device gets here: see :func:`since_mark`."""
+    import torch
+
+    with torch.cuda.device(device):
+        torch.cuda._sleep(1)  # a kernel that nothing else launches
+
+
+def since_mark(recorded: Recorded) -> Recorded:
+    """Without what ran on the device before the last :func:`mark`; the waits are those of the whole time.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    marks = [one.start for one in recorded.activities if MARK in one.name]
+    if not marks:
+        raise RuntimeError("torch's profiler did not see the mark")
+    return replace(recorded, activities=[one for one in recorded.activities if one.start > marks[-1]])
 
 
 def summarise(recorded: Recorded, batch: int, steps: int, between: Between | None = None) -> StepProfile:

@@ -114,7 +114,7 @@ class DeviceRunner(Runner):
             tiles, width, depth = self._fused.tree_rows, draft_width, draft_depth
             self._drafts = DeviceDrafts(state, pool, self._page_table, rows_per_tile=tiles, width=width, depth=depth)
         self._entering = torch.full((2, BUCKETS[-1]), -1, dtype=torch.int64, device=pool.device)  # slots, lengths
-        self._enter: Captured[None] | None = None
+        self._enter: torch.cuda.CUDAGraph | None = None
         self._most_nodes, self._most_rows = draft_nodes, most_rows
         self._lengths: dict[int, int] = {}  # of sequences, where it is certain that the device has the same
         self._entered: set[int] = set()  # slots with sequences that are not indexed
@@ -159,12 +159,9 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def _rehearse_drafts(self, sequences: int) -> None:
-        drafts = self._drafts
-        assert drafts is not None
+        assert self._drafts is not None
         if self._enter is None:
-            drafts.enter(*self._entering.fill_(-1))
-            if self._graphs:
-                self._enter = capture(lambda: drafts.enter(*self._entering), self._device)
+            self._index([], self._drafts)
         for rows in (*reversed(draft_rows(sequences, self._most_nodes, self._most_rows)), sequences):
             self._rehearse_step((sequences, rows), self._draft_step(sequences, rows))
 
@@ -284,8 +281,10 @@ class DeviceRunner(Runner):
         self._outbox.tell(self._entering, [*zip(*new, *idle)])
         if self._enter is not None:
             self._enter.replay()
-        else:
-            drafts.enter(*self._entering)
+            return
+        drafts.enter(*self._entering)
+        if self._graphs:
+            self._enter = capture(lambda: drafts.enter(*self._entering), self._device).graph
 
     def _forward(self, step: Decode) -> Tensor:
         step.begin()

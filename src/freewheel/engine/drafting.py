@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Run
 from functools import lru_cache
-from math import log, log2
+from math import log2
 from typing import NamedTuple
 
 import numpy as np
@@ -244,7 +244,7 @@ class DeviceDrafting:
     """Drafts on the device: how far it may go, before anyone knows whether it will find something.
 
     A step's time depends on the number of its rows, whosever they are. So all sequences are looked at together: they
-    get as many rows as let them get on best, each of them those with the best chances. A draft for which nothing
+    get as many rows as bring most tokens per time, each of them those with the best chances. A draft for which nothing
     is found costs the same, and counts as one that was rejected.
 
     Where no draft pays, the device guesses now and then what follows each sequence, without a row, and is told later
@@ -348,26 +348,21 @@ class DeviceDrafting:
             self._wait, self._pause = min(self._wait, max(shortest - self._since, 0)), min(self._pause, shortest)
 
     def _best(self, sequences: list[Sequence], most: list[int]) -> list[int]:
-        """The nodes of each sequence with which the sequences get on best: with the largest product of their paces.
-
-        A sum of paces would let the few that gain much slow down all others, and these are the last to end. (Maximising
-        the product is proportional fairness: Kelly, Maulloo and Tan 1998.)
-        """
+        """The nodes of each sequence that bring most tokens per time."""
         chances = [(one.acceptance.first, one.acceptance.later) if one.acceptance else (0, 0) for one in sequences]
         first, later = np.array(chances, dtype=float).T[:, :, None]
         first = np.maximum(first, OPEN)
         node = np.arange(self._most_nodes)
-        gains = np.where(node < np.array(most)[:, None], first * later**node, 0.0)
-        gains = np.diff(np.log1p(gains.cumsum(1)), axis=1, prepend=0.0).ravel()
+        gains = np.where(node < np.array(most)[:, None], first * later**node, 0.0).ravel()
         order = np.argsort(-gains, kind="stable")  # so that a node is never before those that lead to it
-        paces = np.concatenate([[0.0], gains[order].cumsum()]) / len(sequences)  # logarithms, relative to no drafts
+        tokens = len(sequences) + np.concatenate([[0.0], gains[order].cumsum()])
         useful = np.count_nonzero(gains)
         (_, plain), *drafting = self._times.of(len(sequences))
-        best, taken = log(WORTH / plain), 0
+        best, taken = len(sequences) / plain * WORTH, 0
         for rows, seconds in drafting:
             spare = min(rows - len(sequences), useful)
-            if spare and paces[spare] - log(seconds) > best:
-                best, taken = paces[spare] - log(seconds), spare
+            if spare and tokens[spare] / seconds > best:
+                best, taken = tokens[spare] / seconds, spare
         return np.bincount(order[:taken] // self._most_nodes, minlength=len(sequences)).tolist()
 
     def _is_time_to_guess(self, count: int) -> bool:

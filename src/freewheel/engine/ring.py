@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from freewheel.engine.captured import Captured, capture
+from freewheel.engine.captured import capture
 from freewheel.engine.step_kernels import deliver
 from freewheel.ops.launch import launch
 
@@ -37,7 +37,8 @@ class Outbox:
         self._next = 0
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._graphs = graphs
-        self._delivery: Captured[None] | None = None
+        self._delivery: torch.cuda.CUDAGraph | None = None
+        self._unsure = False  # whether the device has taken the message in the next place
 
     def tell(self, numbers: torch.Tensor, columns: Sequence[Sequence[int]]) -> None:
         """Let the device write lists of one length into dense int64 ``numbers`` of as many rows, as long as they are.
@@ -56,20 +57,31 @@ class Outbox:
         self._send(table, len(entries), 1, (entries, numbers))
 
     def _send(self, to: torch.Tensor, count: int, scattered: int, columns: Sequence[Sequence[int]]) -> None:
+        if self._unsure:
+            self._agree()
         if self._read and not self._read[self._next].query():  # a trace shows the wait only if there is one
             self._read[self._next].synchronize()
         words, length = self._numbers[self._next], len(columns[0])
         words[:HEADER] = to.data_ptr(), count, scattered
         words[HEADER : HEADER + len(columns) * length].reshape(len(columns), length)[:] = columns
+        self._unsure = True
         if self._delivery is not None:
             self._delivery.replay()
         else:
             self._deliver()
-            if self._graphs:
-                self._delivery = capture(self._deliver, self._device)
         if self._read:
             self._read[self._next].record(torch.cuda.current_stream(self._device))
         self._next = (self._next + 1) % OUTBOX_PLACES
+        self._unsure = False
+        if self._graphs and self._delivery is None:
+            self._delivery = capture(self._deliver, self._device).graph
+
+    def _agree(self) -> None:
+        """After a failure: let the device go on where the host does."""
+        if self._read:
+            torch.cuda.synchronize(self._device)
+        self._place.fill_(self._next)
+        self._unsure = False
 
     def _deliver(self) -> None:
         launch(deliver, (1,), 8, self._words, self._place, OUTBOX_PLACES, OUTBOX_WORDS)

@@ -17,8 +17,7 @@ from freewheel.sampling.edit_kernels import add_token, ends_of, is_end
 def deliver(outbox, place, PLACES: tl.constexpr, WORDS: tl.constexpr):
     """Bring the next message of ``outbox``, int64 [PLACES, WORDS] in host memory, to where it goes.
 
-    ``place`` is int64 [1], of the next message, and moves on. That is the one thing of which there may be only one
-    program. Messages are ::
+    ``place`` is int64 [1], of the next message, and moves on: so there is one program only. Messages are ::
 
         address   count   0   numbers [count]                      int64 [count] at the address
         address   count   1   entries [count]   numbers [count]    entries of the int32 numbers at the address
@@ -33,6 +32,7 @@ def deliver(outbox, place, PLACES: tl.constexpr, WORDS: tl.constexpr):
         tl.store(address.to(tl.pointer_type(tl.int32)) + first, second.to(tl.int32), mask=i < count)
     else:
         tl.store(address.to(tl.pointer_type(tl.int64)) + i, first, mask=i < count)
+    tl.debug_barrier()  # all threads have read it
     tl.store(place, tl.where(number + 1 < PLACES, number + 1, 0))
 
 
