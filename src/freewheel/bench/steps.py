@@ -5,6 +5,7 @@ for which part of the time it runs any. Torch's profiler tells that of a step, b
 long: how long the device waits between steps is told by events around each graph, without a profiler.
 """
 
+import gc
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -137,8 +138,12 @@ def graph_events() -> Iterator[list[Any]]:
         return launched
 
     replayed = patch.object(Captured, "replay", marked(Captured.replay))
-    with replayed, patch.object(DeviceRunner, "_sample", marked(DeviceRunner._sample)):
-        yield events
+    gc.disable()  # for events, which are kept, it would look for garbage again and again
+    try:
+        with replayed, patch.object(DeviceRunner, "_sample", marked(DeviceRunner._sample)):
+            yield events
+    finally:
+        gc.enable()
 
 
 def between_graphs(events: Sequence[Any]) -> Between | None:

@@ -279,6 +279,8 @@ class DeviceDrafting:
             sequences: at most ``BUCKETS[-1]``.
             most: nodes that a sequence can have.
         """
+        if not any(self._plan.values()):
+            self.review(sequences, most)  # who begins to draft does so at once
         self._good_for -= 1
         self._since += 1
         nodes = [0] * len(sequences)
@@ -293,7 +295,7 @@ class DeviceDrafting:
     def review(self, sequences: list[Sequence], most: Callable[[Sequence], int]) -> None:
         """Make a new plan if it is time: when the step for which ``nodes`` was asked with the same is on its way.
 
-        To plan takes about as long as to launch a step, and there is no haste as long as the device is at work.
+        To plan takes as long as to launch a step or longer, and while one runs that is no loss.
         """
         others = any(sequence.key not in self._plan for sequence in sequences) or len(self._plan) > len(sequences)
         if self._good_for <= 0 and (self._changed or others):
@@ -349,16 +351,21 @@ class DeviceDrafting:
 
     def _best(self, sequences: list[Sequence], most: list[int]) -> list[int]:
         """The nodes of each sequence that bring most tokens per time."""
-        chances = [(one.acceptance.first, one.acceptance.later) if one.acceptance else (0, 0) for one in sequences]
-        first, later = np.array(chances, dtype=float).T[:, :, None]
-        first = np.maximum(first, OPEN)
+        chances = [
+            (max(one.acceptance.first, OPEN), one.acceptance.later) if one.acceptance else (OPEN, 0.0)
+            for one in sequences
+        ]
+        (_, plain), *drafting = self._times.of(len(sequences))
+        best, taken = len(sequences) / plain * WORTH, 0
+        longest = sum(first * min(1 / max(1 - later, 1e-9), self._most_nodes) for first, later in chances)
+        if (len(sequences) + longest) / min(seconds for _, seconds in drafting) <= best:
+            return [0] * len(sequences)  # which is soon seen, and often so
+        first, later = np.array(chances).T[:, :, None]
         node = np.arange(self._most_nodes)
         gains = np.where(node < np.array(most)[:, None], first * later**node, 0.0).ravel()
         order = np.argsort(-gains, kind="stable")  # so that a node is never before those that lead to it
         tokens = len(sequences) + np.concatenate([[0.0], gains[order].cumsum()])
         useful = np.count_nonzero(gains)
-        (_, plain), *drafting = self._times.of(len(sequences))
-        best, taken = len(sequences) / plain * WORTH, 0
         for rows, seconds in drafting:
             spare = min(rows - len(sequences), useful)
             if spare and tokens[spare] / seconds > best:
