@@ -250,21 +250,25 @@ class Drafted:
         """Wait for the results."""
         words = self._ring.result(self._number)[: len(self._most_nodes)]
         results = words[:, : 3 + 3 * max(words[:, 2].max(), 1)].tolist()
-        # A row whose sequence has ended before leaves nothing: what earlier launches left is dropped later, but there
-        # must be as much of it as the host expects. A row without a draft has one token.
+        tokens: list[int] = []
+        statuses: list[int] = []
+        rows: list[int] = []
+        runs: list[int] = []
+        drafted: list[tuple[int, int]] = []
         for one, nodes in zip(results, self._most_nodes):
-            one[2] = max(one[2], 1) if nodes else 1
-        tokens, statuses = ([one for words in results for one in _path(words, part)] for part in range(2))
+            # A row whose sequence has ended before leaves nothing: what earlier launches left is dropped later, but
+            # there must be as much of it as the host expects. A row without a draft has one token.
+            run = max(one[2], 1) if nodes else 1
+            end = 3 + 3 * run
+            tokens += one[3:end:3]
+            statuses += one[4:end:3]
+            if nodes:
+                runs.append(run)
+                drafted.append((one[0], one[1]))
+            if self._logprobs is not None:
+                rows += one[5:end:3]
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if self._logprobs is not None:  # of all rows
-            rows = [one for words in results for one in _path(words, 2)]
             kept = Logprobs(*(getattr(self._logprobs, column.name)[rows] for column in fields(Logprobs)))
             logprobs = by_row(torch.tensor(tokens), replace(kept, rows=torch.arange(len(rows))))
-        drafting = [words for words, nodes in zip(results, self._most_nodes) if nodes]
-        runs, drafted = [words[2] for words in drafting], [(words[0], words[1]) for words in drafting]
         return StepResult(tokens, statuses, logprobs, [], runs, drafted)
-
-
-def _path(words: list[int], part: int) -> list[int]:
-    """The tokens, the statuses or the rows of what ``settle`` left in the ring of a sequence."""
-    return words[3 + part : 3 + 3 * words[2] : 3]

@@ -249,7 +249,7 @@ class DeviceDrafting:
 
     Where no draft pays, the device guesses now and then what follows each sequence, without a row, and is told later
     how much of that was right. The pauses between are long enough for a guess not to cost more than ``GUESS_SHARE`` of
-    them, and double until something is right.
+    them, and double as long as less than half of what it takes is right.
 
     Args:
         times: of steps.
@@ -262,7 +262,8 @@ class DeviceDrafting:
 
     def __init__(self, times: StepTimes, nodes: int) -> None:
         self._times, self._most_nodes = times, nodes
-        self._plan: dict[int, int] = {}  # nodes by a sequence's key
+        self._keys: list[int] = []  # of the sequences that the plan is for
+        self._plan: dict[int, int] = {}  # nodes by key; empty if nobody has any
         self._good_for = 0  # steps
         self._changed = True  # something was learned since
         self._wait = self._pause = 0  # steps until the next guess
@@ -279,12 +280,12 @@ class DeviceDrafting:
             sequences: at most ``BUCKETS[-1]``.
             most: nodes that a sequence can have.
         """
-        if not any(self._plan.values()):
+        if not self._plan:
             self.review(sequences, most)  # who begins to draft does so at once
         self._good_for -= 1
         self._since += 1
         nodes = [0] * len(sequences)
-        if any(self._plan.values()):
+        if self._plan:
             planned = [self._plan.get(sequence.key, 0) for sequence in sequences]
             nodes = [count and min(count, most(sequence)) for count, sequence in zip(planned, sequences)]
         self.guessing = not any(nodes) and self._is_time_to_guess(len(sequences))
@@ -297,8 +298,9 @@ class DeviceDrafting:
 
         To plan takes as long as to launch a step or longer, and while one runs that is no loss.
         """
-        others = any(sequence.key not in self._plan for sequence in sequences) or len(self._plan) > len(sequences)
-        if self._good_for <= 0 and (self._changed or others):
+        if self._good_for > 0:
+            return
+        if self._changed or [sequence.key for sequence in sequences] != self._keys:
             self._renew(sequences, most)
 
     def observe(self, sequence: Sequence, depth: int, accepted: int) -> None:
@@ -306,8 +308,6 @@ class DeviceDrafting:
         sequence.acceptance = sequence.acceptance or Acceptance(prior=0.0)
         sequence.acceptance.observe(max(depth, 1), accepted)
         self._changed = True
-        if accepted:
-            self._pause = 0
 
     def landed(self, spans: list[Span], launched: float, asked: float, arrived: float) -> None:
         """Note what a step took, if it was launched before the results of the one before were there.
@@ -321,16 +321,20 @@ class DeviceDrafting:
         """
         before, waited_before = self._arrived, self._waited
         self._arrived, self._waited = arrived, arrived - asked > WAIT
-        decoded = all(span.rows == 1 and span.sample and not span.scored for span in spans)
-        if launched > before or len(spans) > BUCKETS[-1] or not decoded:
+        if launched > before or len(spans) > BUCKETS[-1]:
             return
+        nodes, drafts = 0, False
+        for span in spans:
+            if span.rows > 1 or not span.sample or span.scored:
+                return
+            nodes += span.nodes
+            drafts = drafts or span.nodes > 0 or span.guess or span.follows
         device = arrived - before if self._waited and waited_before else None
-        nodes, drafts = sum(span.nodes for span in spans), any(span.drafts or span.follows for span in spans)
         self._times.observe(len(spans), nodes, drafts, device, asked - before)
 
     def _renew(self, sequences: list[Sequence], most: Callable[[Sequence], int]) -> None:
         """Make a plan, and see when the next guess is due."""
-        drafted = any(self._plan.values())
+        drafted = bool(self._plan)
         room = [most(sequence) for sequence in sequences]
         best = self._best(sequences, room)
         left_out = [i for i, nodes in enumerate(best) if not nodes and room[i]]
@@ -341,9 +345,10 @@ class DeviceDrafting:
             best[chosen] = 1
             if acceptance := sequences[chosen].acceptance:
                 acceptance.be_open()
-        self._plan = {sequence.key: nodes for sequence, nodes in zip(sequences, best)}
+        self._keys = [sequence.key for sequence in sequences]
+        self._plan = dict(zip(self._keys, best)) if any(best) else {}
         self._good_for, self._changed = 2 + len(sequences) // REVIEWED, False
-        if any(best):
+        if self._plan:
             return
         shortest = self._shortest_pause(len(sequences))
         if drafted or not all(sequence.acceptance for sequence in sequences):  # new ones do not wait for long
@@ -357,9 +362,13 @@ class DeviceDrafting:
         ]
         (_, plain), *drafting = self._times.of(len(sequences))
         best, taken = len(sequences) / plain * WORTH, 0
-        longest = sum(first * min(1 / max(1 - later, 1e-9), self._most_nodes) for first, later in chances)
-        if (len(sequences) + longest) / min(seconds for _, seconds in drafting) <= best:
-            return [0] * len(sequences)  # which is soon seen, and often so
+        # What long drafts of all would bring at most, and what it takes for the quickest step to pay: soon seen.
+        most_gained = sum(first * min(1 / max(1 - later, 1e-9), self._most_nodes) for first, later in chances)
+        needed = best * min(seconds for rows, seconds in drafting if rows > len(sequences)) - len(sequences)
+        if most_gained > needed / 2:
+            self._pause = 0
+        if most_gained <= needed:
+            return [0] * len(sequences)
         first, later = np.array(chances).T[:, :, None]
         node = np.arange(self._most_nodes)
         gains = np.where(node < np.array(most)[:, None], first * later**node, 0.0).ravel()

@@ -580,6 +580,7 @@ class Engine:
         """Hand each sequence what the step brought it, unless it has ended or left its slot since."""
         caching, size, drafting = self.config.enable_prefix_caching, self._pool.page_size, self._drafting
         brought = result.by_span([row.span for row in rows])
+        told = nodes = accepted = 0
         for (sequence, span, stay), (sampled, walked, scored, drafted) in zip(rows, brought):
             if stay != sequence.stay:
                 continue
@@ -612,12 +613,14 @@ class Engine:
                 if len(sequence.tokens) - len(output.token_ids) == sequence.prompt_length:  # the first there is
                     output.prompt_logprobs = sequence.prompt_logprobs
                     output.cached_tokens = sequence.cached_tokens
-            if drafting is not None and output.token_ids:
-                drafting.metrics.observe(output.drafted, output.accepted)
+            if output.token_ids:
+                told, nodes, accepted = told + 1, nodes + output.drafted, accepted + output.accepted
             if output.finish_reason is not None:
                 self._end(sequence, output)
             elif output.token_ids:
                 self._outputs.append(output)
+        if drafting is not None:
+            drafting.metrics.observe(nodes, accepted, told)
 
     def _add_run(
         self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None, output: StepOutput
@@ -655,8 +658,8 @@ class Engine:
         sequence.pending -= 1 + span.nodes
         sequence.slack -= span.nodes
         if tokens:
-            logprobs = [entry for _, _, entry in walked if entry is not None]
-            early = self._add_run(sequence, tokens, logprobs or None, output)
+            logprobs = None if walked[0][2] is None else [entry for _, _, entry in walked if entry is not None]
+            early = self._add_run(sequence, tokens, logprobs, output)
         accepted = len(walked) - 1
         output.drafted, output.accepted = drafted[0], min(accepted, len(output.token_ids))
         assert self._drafting is not None

@@ -89,9 +89,10 @@ class StepResult:
         """The same for each span."""
         samples, scores = zip(self.tokens, self.statuses, self.logprobs), iter(self.scores)
         runs, drafted = iter(self.runs), iter(self.drafted)
+        none = not self.runs
         for span in spans:
             draft, scored = span.draft, next(scores) if span.scored else None
-            if not span.drafts:
+            if none or not span.drafts:
                 yield next(samples) if span.sample else None, None, scored, (0, 0)
                 continue
             size = next(drafted) if draft is None else (len(draft.tokens), max(draft.depths))

@@ -27,9 +27,9 @@ class SpeculationMetrics:
         """Tokens a step, the one that was not drafted included; 0 before the first step."""
         return (self.accepted + self.steps) / self.steps if self.steps else 0.0
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Count a step."""
-        self.steps += 1
+    def observe(self, drafted: int, accepted: int, steps: int = 1) -> None:
+        """Count steps."""
+        self.steps += steps
         self.drafted += drafted
         self.accepted += accepted
 
