@@ -24,7 +24,8 @@ class EngineConfig:
             third of the memory that is free, or on a CUDA device nine tenths of what a step of the most rows leaves.
         enable_prefix_caching: reuse the keys and values of beginnings that requests share.
         lookahead: steps that are launched before the results of an earlier one are read, so that the device does not
-            wait for the host; None: 1 on CUDA devices, and 0 on CPUs, where there is nobody to wait for.
+            wait for the host; None: 1 on CUDA devices, with ``speculation`` 2 while no draft would pay, and 0 on CPUs,
+            where there is nobody to wait for.
         fused: let kernels do what they can in place of torch's operations; None: on CUDA devices, which they are for.
         graphs: launch decode steps as CUDA graphs; None: wherever there are such kernels and graphs.
         draw: how tokens are drawn; see :mod:`freewheel.sampling.draw`.

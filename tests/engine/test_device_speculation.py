@@ -184,6 +184,26 @@ def test_where_drafts_pay_they_are_made(copying_model: Path, expected: dict[tupl
     assert metrics.accepted > metrics.wasted
 
 
+@pytest.mark.usefixtures("real_drafting")
+def test_the_host_is_a_step_further_ahead_while_nobody_drafts(
+    copying_model: Path, expected: dict[tuple[str, int], Collected]
+) -> None:
+    engine = speculating(copying_model, 1, draft_nodes=3)
+    engine._more_ahead = 1  # as by default on CUDA devices
+    drafting = engine._drafting
+    assert isinstance(drafting, DeviceDrafting)
+    [*_, last] = requests()
+    engine.add(last)
+    got: dict[tuple[str, int], Collected] = {}
+    ahead: dict[bool, list[int]] = {False: [], True: []}
+    while engine.has_unfinished:
+        collect(engine.step(), got)
+        ahead[drafting.planned].append(len(engine._flights))
+    assert_same(got["r6", 0], expected["r6", 0])
+    assert max(ahead[False]) == 2
+    assert max(ahead[True]) == 1
+
+
 def test_aborts_leave_the_others_alone(copying_model: Path, expected: dict[tuple[str, int], Collected]) -> None:
     """While drafts are in flight; others take over the slots."""
     engine = speculating(copying_model, 2, draft_nodes=3)

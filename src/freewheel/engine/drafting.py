@@ -273,6 +273,11 @@ class DeviceDrafting:
         self.guessing = False
         self.metrics = SpeculationMetrics()
 
+    @property
+    def planned(self) -> bool:
+        """Whether anybody is to draft."""
+        return bool(self._plan)
+
     def nodes(self, sequences: list[Sequence], most: Callable[[Sequence], int]) -> list[int]:
         """How many nodes each sequence's draft may have in the next step. Called once for each step.
 

@@ -119,12 +119,14 @@ class Engine:
         self._busy: tuple[float, float | None] = 0.0, None  # seconds so far, and since when it is again
         default = 1 if pool.device.type == "cuda" else 0
         self.lookahead = default if config.lookahead is None else config.lookahead
+        self._more_ahead = 0  # where nobody drafts: guesses and plans take the host longer than a step, now and then
         self._drafting: Drafting | DeviceDrafting | None = None
         self._pace = Pace()
         self._most_rows = config.most_rows(pool.device.type)
         if config.speculation and kernels:
             times = StepTimes(self.runner.seconds, config.draft_nodes, self._most_rows)
             self._drafting = DeviceDrafting(times, config.draft_nodes)
+            self._more_ahead = int(config.lookahead is None and self.lookahead > 0)
         elif config.speculation:
             self._drafting = Drafting(config, self._pace, corpus)
             self.lookahead = 0
@@ -231,6 +233,8 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Launch the rows of one step, and return what the step brought that was launched ``lookahead`` steps before.
 
+        Or a step more, if it is the engine's choice: what is known late makes drafts worse, where there are any.
+
         What the decoder raises passes through; the caller then has to :meth:`abort` what it had added.
         """
         rows = self._schedule()
@@ -256,7 +260,9 @@ class Engine:
             self._flights.append((rows, flight, perf_counter()))
             if asked and isinstance(drafting, DeviceDrafting):
                 drafting.review(asked, self._most_nodes)
-        self._land(max(len(self._flights) - self.lookahead, not rows))
+        drafts = isinstance(self._drafting, DeviceDrafting) and self._drafting.planned
+        ahead = self.lookahead + (0 if drafts else self._more_ahead)
+        self._land(max(len(self._flights) - ahead, not rows))
         return self._take_outputs()
 
     def _catch_up(self) -> None:
