@@ -378,7 +378,10 @@ class Engine:
                 return []
             if start == len(sequence.pages) * size:
                 short.append((sequence, length))
-            rows.append(_Row(sequence, Span(sequence.slot, start, 1, True, matcher=_active(sequence)), sequence.stay))
+            span = Span(sequence.slot, start, 1, True)
+            if sequence.matcher is not None:
+                span = span._replace(matcher=_active(sequence))
+            rows.append(_Row(sequence, span, sequence.stay))
         if len(short) > self._cache.available:
             return []
         if short:

@@ -45,11 +45,11 @@ def cut(
     Returns:
         How many of the tokens are kept, and why the sequence ends with the last of these, if it does.
     """
-    for count, token in enumerate(tokens[:room], 1):
-        if token in stops:
-            return count, FinishReason.STOP
-        if completes is not None and completes(token):
-            return count, FinishReason.STOP
+    run = tokens[:room]
+    if completes is not None or not stops.keys().isdisjoint(run):  # seldom true, and soon seen
+        for count, token in enumerate(run, 1):
+            if token in stops or (completes is not None and completes(token)):
+                return count, FinishReason.STOP
     if len(tokens) >= room:
         return room, FinishReason.LENGTH
     return len(tokens), None
