@@ -185,6 +185,22 @@ def test_where_drafts_pay_they_are_made(copying_model: Path, expected: dict[tupl
 
 
 @pytest.mark.usefixtures("real_drafting")
+def test_who_joins_those_who_draft_gets_drafts_as_well(copying_model: Path) -> None:
+    engine = speculating(copying_model, 1, draft_nodes=3)
+    drafting = engine._drafting
+    assert isinstance(drafting, DeviceDrafting)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    got: dict[tuple[str, int], Collected] = {}
+    engine.add(Request("first", (222, 222, 222), params))
+    while not drafting.planned:
+        collect(engine.step(), got)
+    engine.add(Request("second", (222, 222, 222, 222), params))
+    while engine.has_unfinished:
+        collect(engine.step(), got)
+    assert got["second", 0].drafted
+
+
+@pytest.mark.usefixtures("real_drafting")
 def test_the_host_is_a_step_further_ahead_while_nobody_drafts(
     copying_model: Path, expected: dict[tuple[str, int], Collected]
 ) -> None:

@@ -138,12 +138,14 @@ def graph_events() -> Iterator[list[Any]]:
         return launched
 
     replayed = patch.object(Captured, "replay", marked(Captured.replay))
+    collects = gc.isenabled()
     gc.disable()  # for events, which are kept, it would look for garbage again and again
     try:
         with replayed, patch.object(DeviceRunner, "_sample", marked(DeviceRunner._sample)):
             yield events
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def between_graphs(events: Sequence[Any]) -> Between | None:
